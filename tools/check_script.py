@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -27,12 +28,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments import validate
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
-from megatron.training.refusal import Refusal, Refusals, Unreadable, reason
+from megatron.training.refusal import Refusal, Refusals, Unreadable, reason, some
 from tools.launch_command import Launch, grid, launch, slurm
 from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
 
 EXIT_NOTHING, EXIT_REFUSED = 1, 2
+MISSING = re.compile(r"^(?:.*: )?([^:\n]+): No such file or directory$", re.MULTILINE)  # of bash, cat and others
 SILENT = ("cd", "mkdir", "tee", "source", "export", "bash", "sh", "sbatch")  # calls that are not reported
 
 
@@ -77,6 +79,8 @@ def check(script: Path, args: argparse.Namespace) -> int:
             accepted = report(training, cwd, done, args.processes)
             args.refused = args.refused or not accepted
         report_others(done)
+        if launches and args.refused and (missing := missing_files(done)):
+            print(f"the script reads {missing}: copy it here, or set the variable that names its folder")
     if not launches:
         report_nothing(script, done)
         return EXIT_NOTHING
@@ -194,10 +198,23 @@ def report_others(done: Record) -> None:
         print(f"  {shlex.join(words)[:120]}: its output is unknown here, and counts as empty")
 
 
+def missing_files(done: Record) -> str:
+    """The files that the script did not find, for a message; "" if it found all."""
+    sourced = (call.words[1] for call in done.calls if call.words[0] == "source" and len(call.words) > 1)
+    named = [*MISSING.findall(with_script_paths(done.output, done)), *sourced]
+    return some([*dict.fromkeys(named)]) + ", which does not exist on this machine" if named else ""
+
+
 def report_nothing(script: Path, done: Record) -> None:
     """Print why no training command was found."""
     if done.returncode is None:
         print(f"error: {script} did not end within {SECONDS} s, and was stopped", file=sys.stderr)
+    elif missing := missing_files(done):
+        print(
+            f"error: {script} started no training program (its exit code is {done.returncode}); it reads {missing}: "
+            "copy it here, or set the variable that names its folder",
+            file=sys.stderr,
+        )
     else:
         print(
             f"error: {script} started no training program with flags such as --num-layers (its exit code is "

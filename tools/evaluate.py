@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.training.arguments.argv import options
+from megatron.training.arguments.argv import flat, options
 from megatron.training.arguments.config import Config
 from megatron.training.pretrain import EXIT_REFUSED, print_refusal
 from megatron.training.pretrain import main as program
@@ -41,9 +41,34 @@ TOKENIZER_SETTINGS = {f"data.{name[2:].replace('-', '_')}" for name in TOKENIZER
 }  # fmt: skip
 
 
+READS_DATA = "loss-by-position"
+
+
+def without_data(argv: Sequence[str], taken: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The command line without a task that has no data, if there are other tasks; and a line about it.
+
+    Args:
+        taken: settings from the checkpoint.
+
+    Raises:
+        Refusal: this is the only task.
+    """
+    given = options(argv)
+    tasks = [word for flag, *values in given if flag == "--eval-tasks" for word in values]
+    fields = {f"data.{name[2:].replace('-', '_')}" for name in DATA}
+    has_data = {flag for flag, *_ in given} & DATA or taken.keys() & fields
+    if READS_DATA not in tasks or has_data:
+        return list(argv), []
+    needs = "needs data, which neither a flag nor the checkpoint gives: --valid-data-path PREFIX, or --mock-data"
+    if {*tasks} == {READS_DATA}:
+        raise Refusal(f"--eval-tasks {READS_DATA} {needs}")
+    kept = [[word for word in option if option[0] != "--eval-tasks" or word != READS_DATA] for option in given]
+    return flat(kept), [f"{READS_DATA} is left out: it {needs}"]
+
+
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Settings whose defaults differ from training's. Tasks that read no data need no data flags."""
-    reads = "loss-by-position" in argv or any(word.split("=")[0] in DATA for word in argv)
+    reads = READS_DATA in argv or any(word.split("=")[0] in DATA for word in argv)
     return DEFAULTS | ({} if reads else {"data.mock_data": True})
 
 
@@ -74,7 +99,7 @@ def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[
         if tokenizer.get("data.tokenizer_type"):
             taken |= tokenizer
             lines.append(f"--tokenizer-type {tokenizer['data.tokenizer_type']}, the checkpoint's")
-    if "loss-by-position" in argv and not given.keys() & DATA:
+    if READS_DATA in argv and not given.keys() & DATA:
         if data := held_out_data(path):
             taken |= data
             lines.append("data: " + ", ".join(f"--{name[5:].replace('_', '-')} {data[name]}" for name in data))
@@ -141,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not names & {"--help", "-h"}:
             taken, notes = settings_from_checkpoint(given)
+            given, left_out = without_data(given, taken)
+            notes += left_out
     except Refusal as refusal:
         print_refusal(refusal)
         return EXIT_REFUSED

@@ -291,6 +291,27 @@ def test_a_checkpoint_is_needed(capsys):
     )
 
 
+NEEDS = "loss-by-position {}needs data, which neither a flag nor the checkpoint gives: --valid-data-path PREFIX, or "
+
+
+def test_a_task_without_data_is_left_out():
+    from tools.evaluate import without_data
+
+    words = "--load x --eval-tasks needle loss-by-position --eval-samples 3".split()
+    assert without_data(words, {}) == (
+        "--load x --eval-tasks needle --eval-samples 3".split(), [f"{NEEDS.format('is left out: it ')}--mock-data"]
+    )  # fmt: skip
+    for more, taken in ((["--mock-data"], {}), (["--valid-data-path=y"], {}), ([], {"data.mock_data": True})):
+        assert without_data([*words, *more], taken) == ([*words, *more], [])
+
+
+def test_a_task_without_data_alone_is_refused(llama, capsys):
+    from tools import evaluate
+
+    assert evaluate.main(["--load", str(llama), "--eval-tasks", "loss-by-position"]) == 2
+    assert capsys.readouterr().err == f"error: --eval-tasks {NEEDS.format('')}--mock-data\n"
+
+
 def refusal(flags: str) -> str:
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint.arguments_of import shape_of

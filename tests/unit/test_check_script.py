@@ -148,6 +148,23 @@ torchrun --nproc_per_node $M pretrain_gpt.py {MODEL} $N
     assert code == 2 and "--num-layers: the script's variable N is empty" in text and "--nproc_per_node" in text
 
 
+@pytest.mark.parametrize(
+    "text, code",
+    [
+        ("set -e\nBLEND=$(cat $DATA/blend.txt)\ntorchrun pretrain_gpt.py --num-layers 2 --data-path $BLEND", 1),
+        ("torchrun pretrain_gpt.py --num-layers 2 --data-path $(cat $DATA/blend.txt)", 2),
+        ("while read -r name; do echo $name; done < $DATA/blend.txt", 1),
+        ("source $DATA/blend.txt", 1),
+    ],
+)
+def test_a_file_that_only_the_cluster_has_is_named_as_the_cause(folder: Path, capsys, text: str, code: int):
+    (folder / "reads.sh").write_text(f"DATA=/cluster/data\n{text}\n")
+    done, message = check(capsys, "reads.sh")
+    assert done == code and "arguments that it needs" not in message
+    assert "it reads /cluster/data/blend.txt, which does" in message.replace("the script reads", "it reads")
+    assert "copy it here, or set the variable that names its folder" in message
+
+
 def test_an_empty_variable_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "empty.sh").write_text(
         """GPT_ARGS="

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -122,8 +123,13 @@ def test_blends(tmp_path, grouped):
         config = configure(data_path=[low, high], split="1")
         train, *_ = build_datasets(config, NULL, (20, 0, 0))
         assert {max(sample) < 500 for sample in samples_of(train)} == {True, False}
-        with pytest.raises(Refusal, match="the train data hold .* 5000 are needed; only a blend with weights"):
+        with pytest.raises(Refusal, match="the train data hold .* 5000 are needed: repeat the data as a blend"):
             build_datasets(config, NULL, (5000, 0, 0))
+        config.data.split, config.run.eval_iters = "0,1,0", 100  # 300 samples, 3 a batch
+        with pytest.raises(Refusal) as refused:
+            build_datasets(config, NULL, (0, 300, 0))
+        held = int(re.search(r"the valid data hold (\d+) samples", str(refused.value))[1])
+        assert f"300 are needed: use --eval-iters {held // 3}, or repeat the data" in str(refused.value)
     finally:
         if grouped:
             torch.distributed.destroy_process_group()

@@ -240,9 +240,11 @@ def build_datasets(
     datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
     for name, dataset, n in zip(SPLITS, datasets, samples):
         if n and len(dataset) < n:  # a blend without weights is read only once
+            fewer = 0 if name == "train" else config.run.eval_iters * len(dataset) // n
             raise Refusal(
-                f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed; "
-                "only a blend with weights is repeated: --data-path 1 PREFIX 1 PREFIX"
+                f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed: "
+                f"{f'use --eval-iters {fewer}, or repeat the data' * (fewer > 0) or 'repeat the data'} as a blend with "
+                "weights, --data-path 1 PREFIX 1 PREFIX"
             )
     if first:
         datasets[0] = Later(datasets[0], first)

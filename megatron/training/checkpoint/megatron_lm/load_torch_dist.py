@@ -84,9 +84,11 @@ def check_vocabulary(foreign: ForeignCheckpoint, vocab_size: int, config: Config
         return
     block = vocabulary_block(foreign.args)
     if not rows - block < vocab_size <= rows:
+        own = "; a model's own tokenizer may have ids without rows: then convert the checkpoint with "
+        own += "tools/convert_hf.py --to-hf, and load that folder"
         raise Refusal(
-            f"checkpoint {foreign.path} has a vocabulary of {rows - block + 1} to {rows} tokens (padded to {rows}), "
-            f"this run's tokenizer has {vocab_size}: use the checkpoint's tokenizer"
+            f"checkpoint {foreign.path} has a vocabulary of {max(rows - block, 0) + 1} to {rows} tokens (padded to "
+            f"{rows}), this run's tokenizer has {vocab_size}: use the checkpoint's tokenizer{own * (vocab_size > rows)}"
         )
     if vocab_size != rows:
         config.notes.append(
