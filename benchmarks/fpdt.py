@@ -204,7 +204,7 @@ def _rounds(group: list[Run], args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)  # of the programs too, which on a CPU are forks of this process
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        programs = [Program(flags(run, args), args.device, logs / run.name) for run in group]
+        programs = [Program(flags(run, args), logs / run.name) for run in group]
         for program in programs:
             stack.enter_context(program)
 

@@ -4,35 +4,28 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing as mp
 import os
-import platform
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.gpu.inside import STAGES, inside
 from benchmarks.gpu.pictures import draw_all
 from benchmarks.gpu.report import write_report
-from benchmarks.gpu.stage import BROKEN, GPU, TINY, Stage, read, reason, write
+from benchmarks.gpu.stage import BROKEN, read, write
 
-STAGES = {
-    "tests": ("run_tests", "tests/gpu, by pytest or without it"),
-    "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
-    "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal"),
-    "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel"),
-    "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies"),
-    "longest": ("longest", "the longest context on this GPU within its host memory"),
-    "simulator": ("predict", "the simulator's predictions for all of these"),
-}
 GRACE = 20.0  # seconds beyond its limit after which a stage is stopped
 RESTARTS = 3  # of a stage whose GPU context was lost
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, start: str = "spawn") -> int:
+    """Run the stages that the command line names; returns the exit code.
+
+    Args:
+        start: how processes of stages start; a GPU needs ``spawn``. Tests that replace functions use ``fork``.
+    """
     args = arguments(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     device = args.device if args.device != "auto" else ("cuda" if gpus() else "cpu")
@@ -44,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         if args.again:
             (args.output / f"{name}.json").unlink(missing_ok=True)
-        why = run_stage(name, args, device)
+        why = run_stage(name, args, device, start)
         if why:
             failed.append(name)
             print(f"[{name}] failed: {why}", flush=True)
@@ -86,9 +79,9 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run_stage(name: str, args: argparse.Namespace, device: str) -> str | None:
+def run_stage(name: str, args: argparse.Namespace, device: str, start: str) -> str | None:
     """Run a stage; returns why it failed, or None."""
-    context = mp.get_context("fork" if device == "cpu" else "spawn")
+    context = mp.get_context(start)
     for attempt in range(1 + RESTARTS):
         tiny = args.tiny or device == "cpu"
         process = context.Process(target=inside, args=(name, args.output, device, tiny, args.minutes, attempt > 0))
@@ -106,45 +99,6 @@ def run_stage(name: str, args: argparse.Namespace, device: str) -> str | None:
     if process.exitcode:
         return report.get("failed") or f"its process ended with code {process.exitcode}"
     return None
-
-
-def inside(name: str, folder: Path, device: str, tiny: bool, minutes: float, keep_failed: bool) -> None:
-    """Main function of a stage's process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    stage = Stage(name, folder, about(where, tiny), minutes, keep_failed)
-    stage.write()
-    sizes = TINY if tiny else GPU
-    try:
-        stage.predict = importlib.import_module("benchmarks.gpu.predict").predictor(stage, sizes)
-        importlib.import_module(f"benchmarks.gpu.{STAGES[name][0]}").run(stage, sizes, where)
-    except Exception as error:
-        stage.report["failed"] = reason(error)
-        stage.write()
-        raise
-    stage.finish()
-
-
-def about(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Device and software that the figures depend on."""
-    from megatron.platform.cpu import processor_name
-
-    cuda = device.type == "cuda"
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if cuda else processor_name(),
-        "tiny": tiny,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    }
-    if cuda:
-        result |= {
-            "capability": list(torch.cuda.get_device_capability(device)),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-    return result
 
 
 if __name__ == "__main__":

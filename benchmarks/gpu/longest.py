@@ -52,7 +52,7 @@ def growth(result: Figures) -> float:
 
 def one_step(plan: Plan, sizes: Sizes, device: str, stage: Stage) -> Figures:
     limit = min(START + expected(plan, sizes, 4), stage.left())
-    with Program(flags(plan, sizes, device), device, log_of(stage)) as program:
+    with Program(flags(plan, sizes, device), log_of(stage)) as program:
         result = program.ask("meter", limit)
     seconds = result["metered_seconds"]
     figures = {"seconds": seconds, "tokens_per_second": plan.length / seconds}

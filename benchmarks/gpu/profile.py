@@ -60,7 +60,11 @@ def where_time_goes(run: Callable[[], object], device: torch.device) -> dict:
         wanted = torch.autograd.DeviceType.CUDA
         events = result.events()
         return summary(
-            [KernelRun(e.name, e.time_range.start, e.time_range.end) for e in events if e.device_type == wanted]
+            [
+                KernelRun(e.name, e.time_range.start, e.time_range.end)
+                for e in events
+                if e.device_type == wanted and not e.is_user_annotation  # such as Optimizer.step, over its kernels
+            ]
         )
     rows = [(row.key, row.self_cpu_time_total / 1e6, row.count) for row in result.key_averages()]
     rows = [row for row in rows if row[0].startswith(("aten::", "c10d::"))]

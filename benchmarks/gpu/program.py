@@ -84,13 +84,14 @@ def flags(plan: Plan, sizes: Sizes, device: str) -> list[str]:
 
 
 class Program:
-    """The program as a context manager; it is ready after its first answer.
+    """The program in a new process, as a context manager; it is ready after its first answer.
 
-    On a CPU it is a fork of this process, which has imported everything; CUDA requires a new process.
+    Args:
+        start: how the process starts; CUDA needs ``spawn``.
     """
 
-    def __init__(self, words: list[str], device: str, log: Path) -> None:
-        context = mp.get_context("fork" if device == "cpu" else "spawn")
+    def __init__(self, words: list[str], log: Path, start: str = "spawn") -> None:
+        context = mp.get_context(start)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, words, str(log)), daemon=True)
         self.process.start()

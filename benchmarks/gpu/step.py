@@ -71,7 +71,7 @@ def measured(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, 
 
 def steps_of(plan: Plan, sizes: Sizes, device: str, stage: Stage, repeats: int, profiled: bool) -> Figures:
     limit, steps = min(START + expected(plan, sizes, 4), stage.left()), []
-    with Program(flags(plan, sizes, device), device, log_of(stage)) as program:
+    with Program(flags(plan, sizes, device), log_of(stage)) as program:
         program.ask("step", limit)
         steps = [program.ask("step", limit) for _ in range(repeats)]
         memory = program.ask("meter", limit)

@@ -100,7 +100,7 @@ def test_nothing_waits_on_the_host_and_nothing_leaks(mode):
         x, dy = offload.to_host(x), offload.to_host(dy)
     x.requires_grad_()
     seen = []
-    for step in range(6):
+    for step in range(10):
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first pass may allocate
         try:
@@ -111,7 +111,8 @@ def test_nothing_waits_on_the_host_and_nothing_leaks(mode):
         del y, grads
         torch.cuda.synchronize()
         seen.append((torch.cuda.memory_allocated(), offload.pool.allocated, offload.pool.in_use))
-    assert seen[2] == seen[5]
+    device, host, in_use = zip(*seen[5:])  # the steady state: the first steps fill caches and return some of them
+    assert max(device) == device[-1] == device[0] and len({*host}) == len({*in_use}) == 1
 
 
 def test_host_buffers_are_pinned_and_exact():
@@ -127,6 +128,7 @@ def test_narrow_matrices_are_added_to_a_wide_sum():
     draw = torch.Generator("cuda").manual_seed(2)
     a, b = (torch.randn(shape, generator=draw, device="cuda").bfloat16() for shape in [(2048, 512), (2048, 256)])
     total = torch.ones(512, 256, device="cuda")
+    add_product(total.clone(), a.t(), b)  # cuBLAS allocates its workspace at the first product
     expected = total.double() + a.t().double() @ b.double()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

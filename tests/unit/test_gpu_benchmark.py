@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"device": "a CPU", "tiny": True, "torch": "2", "cores": 2, "host_memory": 2**30}
 
 
-def run(folder: Path, *words: str) -> int:
-    return gpu.main(["--device", "cpu", *words, str(folder)])
+def run(folder: Path, *words: str, start: str = "fork") -> int:
+    return gpu.main(["--device", "cpu", *words, str(folder)], start)
 
 
 WITHOUT_PYTEST = """
@@ -45,7 +45,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.full
 def test_all_stages(tmp_path: Path) -> None:
-    """The benchmark needs a new process: its stages are forks, in which threads of earlier tests would be missing."""
+    """Every stage starts by spawn, as on a GPU, in a process that has no pytest."""
     command = [sys.executable, "-c", WITHOUT_PYTEST, "--device", "cpu", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(150))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -87,6 +87,14 @@ def test_all_stages(tmp_path: Path) -> None:
     before = (tmp_path / "rates.json").read_text()
     assert run(tmp_path, "--stage", "rates") == 0 and (tmp_path / "rates.json").read_text() == before
     assert run(tmp_path, "--stage", "rates", "--again") == 0 and (tmp_path / "rates.json").read_text() != before
+
+
+@pytest.mark.full
+def test_a_stage_starts_by_spawn(tmp_path: Path) -> None:
+    """As it must on a GPU: a fork would find functions that a new process does not."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--stage", "rates", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
+    assert done.returncode == 0 and read(tmp_path, "rates")["finished"], done.stdout + done.stderr
 
 
 def test_the_report_compares_the_predicted_kernel_with_the_fastest() -> None:
@@ -234,16 +242,16 @@ def test_a_program_that_fails_or_hangs_gives_a_reason(tmp_path) -> None:
     chunked = program.flags(program.Plan(1, 128, "none", chunk=64), TINY, "cpu")
     with (
         pytest.raises(program.Failed, match="--fpdt-chunk-size"),
-        program.Program(chunked, "cpu", tmp_path / "log") as wrong,
+        program.Program(chunked, tmp_path / "log", "fork") as wrong,
     ):
         wrong.ask("step", 60)
     with (
         pytest.raises(program.Failed, match="no answer to step"),
-        program.Program(words, "cpu", tmp_path / "log") as slow,
+        program.Program(words, tmp_path / "log", "fork") as slow,
     ):
         slow.ask("step", 0)
     assert not slow.process.is_alive()
-    with pytest.raises(program.Failed, match="code -9"), program.Program(words, "cpu", tmp_path / "log") as killed:
+    with pytest.raises(program.Failed, match="code -9"), program.Program(words, tmp_path / "log", "fork") as killed:
         killed.process.kill()
         killed.ask("step", 60)
 

@@ -51,6 +51,12 @@ class Case:
     layout: str = "plain"
 
 
+def slopes_of(case: Case, device: torch.device) -> Tensor:
+    """fp64 [h]: ALiBi's slope of each head; those of the case, halved each time that they are repeated."""
+    own = torch.tensor(case.slopes, device=device, dtype=torch.float64)
+    return torch.cat([own / 2**n for n in range(-(-case.h // len(own)))])[: case.h]
+
+
 def some_pairs(q: Tensor, k: Tensor) -> Tensor:
     """A mask function that allows most pairs, but none for every 9th query."""
     return ((q * 7 + k * 3) % 5 != 0) & (q % 9 != 4)
@@ -96,7 +102,7 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
         return torch.full(shape, fill, device=device)
 
     out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
-    slopes = None if case.slopes is None else torch.tensor(case.slopes, device=device)
+    slopes = None if case.slopes is None else slopes_of(case, device).float()
     scores = Scores(case.d**-0.5, case.mask, slopes, dropout=case.dropout, softcap=case.softcap)
     tiles_of_blocks, kernel = [tiles(case.q_at, at, case.mask) for at in case.blocks], TritonKernel()
     for some, k, v in zip(tiles_of_blocks, x.k, x.v):
@@ -121,7 +127,7 @@ def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
         scores = case.softcap * torch.tanh(scores / case.softcap)
     if case.slopes is not None:
         distance = (q_at[:, None] - k_at).abs()
-        scores = scores - torch.tensor(case.slopes, device=device, dtype=torch.float64)[:, None, None] * distance
+        scores = scores - slopes_of(case, device)[:, None, None] * distance
     allowed = case.mask.allowed(q_at[:, None], k_at[None])
     scores = scores.masked_fill(~allowed, -torch.inf)
     lse = scores.logsumexp(-1)
