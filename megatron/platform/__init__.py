@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 
@@ -47,13 +48,17 @@ def select(device: str = "auto", local_rank: int = 0, backend: str | None = None
         backend: torch.distributed backend; default: nccl on GPUs, gloo on a CPU.
 
     Raises:
-        PlatformUnavailable: ``cuda`` without a GPU, or nccl on a CPU.
+        PlatformUnavailable: ``cuda`` without a GPU, nccl on a CPU, or gloo on GPUs.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise PlatformUnavailable(f"--device {device} is unknown: use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise PlatformUnavailable("--device cuda: no GPU is visible to this torch; use --device cpu or auto")
     if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        if backend == "gloo" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise PlatformUnavailable(
+                "--distributed-backend gloo on GPUs: gloo sends host memory alone; leave it out, or use --device cpu"
+            )
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return Platform("cuda", torch.device("cuda", torch.cuda.current_device()), backend or "nccl")
     if backend == "nccl":

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -212,9 +213,34 @@ def meet(backend: str, timeout: timedelta, interface: str | None = None) -> str:
     store.set_timeout(timeout)
     place = inspect_network(interface, os.environ)
     line = agree(dist.PrefixStore("network", store), rank, ranks, timeout, place, os.environ)
+    if "nccl" in backend:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        check_own_gpu(dist.PrefixStore("gpu", store), rank, str(properties.uuid), os.environ)
     group_store = dist.PrefixStore("default_pg", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=ranks, timeout=timeout)
     return line
+
+
+def check_own_gpu(store: dist.Store, rank: int, gpu: str, environment: Mapping[str, str]) -> None:
+    """Refuse several ranks on one GPU, where NCCL would stop with an error of its own. All ranks call it.
+
+    Args:
+        gpu: UUID of this rank's GPU.
+        environment: LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
+
+    Raises:
+        Unusable: another rank of this node has the same GPU.
+    """
+    local, count = (int(environment.get(name, usual)) for name, usual in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted job may use the same store
+    store.set(f"{start}/{rank}", gpu)
+    first = rank - local
+    same = [other for other in range(first, first + count) if store.get(f"{start}/{other}").decode() == gpu]
+    if len(same) > 1:
+        raise Unusable(
+            f"ranks {', '.join(map(str, same))} share one GPU, and NCCL needs one for each: start fewer ranks on a "
+            "node (torchrun --nproc-per-node), or use --device cpu"
+        )
 
 
 def agree(

@@ -14,6 +14,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megatron import platform
 from megatron.platform import network
 from megatron.platform.network import (
     FLAG,
@@ -22,6 +23,7 @@ from megatron.platform.network import (
     Place,
     Unusable,
     agree,
+    check_own_gpu,
     choose,
     inspect_network,
     nccl_takes,
@@ -234,3 +236,33 @@ def test_another_host_at_the_same_address_is_noticed(monkeypatch):
     assert output[1]["accept"].startswith(
         "rank 0 does not reach rank 1 at 127.0.0.1, and may have reached another host"
     )
+
+
+@pytest.mark.parametrize(
+    "gpus, shared", [("abcd", None), ("abab", "ranks 4, 6 share"), ("aaaa", "ranks 4, 5,")]
+)
+def test_ranks_of_a_node_that_share_a_gpu_are_refused(gpus: str, shared: str | None) -> None:
+    """Ranks 4 to 7 are on the second node; the first has other GPUs, or GPUs with the same names."""
+    store, refused = dist.HashStore(), []
+
+    def start(rank: int) -> None:
+        local = rank % 4
+        try:
+            check_own_gpu(store, rank, gpus[local], {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": "4"})
+        except Unusable as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(4, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patience(20))
+    assert len(refused) == (0 if shared is None else 4) and all("--nproc-per-node" in line for line in refused)
+    assert shared is None or any(shared in line for line in refused)
+
+
+def test_gloo_does_not_send_from_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--distributed-backend gloo on GPUs: gloo sends host memory alone"):
+        platform.select("auto", 0, "gloo")

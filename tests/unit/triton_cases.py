@@ -54,7 +54,7 @@ class Case:
 def slopes_of(case: Case, device: torch.device) -> Tensor:
     """fp64 [h]: ALiBi's slope of each head; those of the case, halved each time that they are repeated."""
     own = torch.tensor(case.slopes, device=device, dtype=torch.float64)
-    return torch.cat([own / 2**n for n in range(-(-case.h // len(own)))])[: case.h]
+    return torch.cat([own / 2**n for n in range(-(-case.h // len(own)))])[: max(case.h, len(own))]
 
 
 def some_pairs(q: Tensor, k: Tensor) -> Tensor:
