@@ -21,7 +21,7 @@ from megatron.formulas.parameters import stage_parameters
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import memory_table as tables
 from megatron.training.ownership.own_files import replace_file
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, reason
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -75,8 +75,11 @@ def _run(options: argparse.Namespace) -> int:
         for table in tables.papers_tables(shape, length):
             console.print(table)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(options.json, json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        try:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(options.json, json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        except OSError as error:
+            raise Refusal(f"--json {options.json}: cannot be written: {reason(error)}") from None
         console.print(f"rows: {options.json}")
     if options.output:
         tables.draw(rows, title, options.output, machine)

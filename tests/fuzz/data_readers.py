@@ -32,12 +32,13 @@ from megatron.training.data import chat_dataset, text_files
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import read_chats
 from megatron.training.data.encoding import Settings, encode
-from megatron.training.data.index_files import LIST
 from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.sources import partitions, token_files
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation.haystack import read_ids
+from megatron.training.json_file import read_json
 from megatron.training.model.attention_rule import sparse_pattern
+from megatron.training.ownership.atomic import LIST, sample_of
 from megatron.training.refusal import Refusal, Refusals
 from megatron.training.report import memory_picture
 from tests.fuzz import mutations
@@ -261,11 +262,11 @@ CHATS = {
 
 
 def listed(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Return a function that updates a folder's list of files (index_files.py) and then calls ``read`` on it."""
+    """Return a function that updates a folder's list of files (ownership/atomic.py) and then calls ``read`` on it."""
 
     def of_listed(folder: Path) -> Any:
-        sizes = {path.name: path.stat().st_size for path in folder.glob("*.npy")}
-        (folder / LIST).write_text(json.dumps(sizes))
+        files = {path.name: (path.stat().st_size, sample_of(str(path))) for path in folder.glob("*.npy")}
+        (folder / LIST).write_text(json.dumps(files))
         return read(folder)
 
     return of_listed
@@ -334,7 +335,7 @@ SETTINGS = {"attention.attention_mask": "window", "attention.window_size": [9, 0
 
 
 def read_settings(folder: Path) -> None:
-    result = json.loads((folder / "file").read_bytes())  # in place of an unpickled object
+    result = read_json(folder / "file")  # in place of an unpickled object
     for section in (AttentionConfig, DataConfig, ModelConfig):
         prefix = section.__name__.removesuffix("Config").lower() + "."
         names = {name.removeprefix(prefix): name for name in SETTINGS if name.startswith(prefix)}
@@ -587,7 +588,8 @@ READERS = [
     reader("saved_folder", as_json(STATE), bare_json, saved_folder, "state.json", other_files={"data-0.arrow": b""}),
     reader("mixture", MIXTURE, text, lambda folder: read_mixture(str(folder / "file"))),
     reader("token_manifest", as_json(TOKENS), bare_json, manifests),
-    reader("part_manifest", as_json(MANIFEST), bare_json, parts, "00000-of-00001.json"),
+    reader("part_manifest", as_json(MANIFEST), bare_json, parts, "00000-of-00001.json",
+           other_files={"00000-of-00001_text_document.json": json.dumps(TOKENS).encode()}),
     reader("forms", FORMS, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
     reader("packed_lines", lambda: [gzip.compress(LINES, mtime=0)], packed_lines, encoded("text.jsonl.gz"),
            "text.jsonl.gz"),

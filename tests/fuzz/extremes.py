@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tests.fuzz.mutations import archive_parts, integer_of, spans
 
-EXTREMES = ["1" + "0" * 30, "100000000", str(2**33), "1e308", "-1", "0", "NaN", "9" * 5000]
+EXTREMES = ["1" + "0" * 30, "100000000", str(2**33), "1e308", "-1", "0", "NaN", "9" * 5000, "0x" + "f" * 5000]
 NUMBER = re.compile(rb"(?<![\w.])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 NUMBERS = [b"K", b"M", b"J", b"\x8a", b"\x8b", b"G"]  # instructions of a pickle that give one
 MOST = 40  # numbers of a file that are replaced; of more, some at equal distances
@@ -54,7 +54,7 @@ def _texts(data: bytes) -> Iterator[bytes]:
 def _pickled(data: bytes) -> Iterator[bytes]:
     numbers = [(begin, end) for begin, end in spans(data) if data[begin : begin + 1] in NUMBERS]
     for begin, end in _some(numbers):
-        for extreme in EXTREMES[:-1]:
+        for extreme in EXTREMES[:-2]:
             value = float(extreme) if extreme in ("1e308", "NaN") else int(extreme)
             code = pickle.dumps(value, 2)[2:-1] if isinstance(value, float) else integer_of(value)
             yield data[:begin] + code + data[end:]
