@@ -17,14 +17,18 @@ limit is named. Exit code 0: all agree; 1: something differs; 2: the program can
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
+import re
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.refusal import Refusal
 from tools.launch_command import grid as size_of_grid
 from tools.launch_command import launch

@@ -13,18 +13,22 @@ parsed as pretrain_gpt.py parses them. Exit code 0: all are accepted; 2: one is 
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 import re
 import shlex
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments import validate
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse

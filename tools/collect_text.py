@@ -8,16 +8,20 @@ by a hash of their relative paths, so any part of the output is a random sample,
 
 from __future__ import annotations
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
 import argparse
 import hashlib
 import json
-import os
-import sys
 import sysconfig
 
 from tqdm import tqdm
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from tools.convert_command import one_line_errors

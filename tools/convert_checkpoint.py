@@ -13,12 +13,16 @@ not the model. Megatron-LM's torch_dist checkpoints need no conversion.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
+from pathlib import Path
+
 from tools.convert_command import exit_on_signals, one_line_parser, run, timed
 
 

@@ -12,12 +12,16 @@ downloaded, no code from a checkpoint is run, and memory holds one layer, not th
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
+from pathlib import Path
+
 from megatron.training.refusal import Refusal
 from tools.convert_command import exit_on_signals, one_line_parser, run, timed
 

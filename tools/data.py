@@ -9,14 +9,18 @@ python tools/data.py merge --input my/corpus.parts --output-prefix my/corpus
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 from contextlib import nullcontext
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.index_files import check_token_ids, open_prefix
 from megatron.training.data.read_tokens import check_ids

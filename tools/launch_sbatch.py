@@ -7,10 +7,14 @@ Runs as a separate program within the confined shell of ``launch_script.py``, wi
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import shlex
+
 from tools.launch_command import slurm
 
 NO_VALUE = """exclusive parsable requeue no-requeue wait hold test-only verbose quiet oversubscribe overcommit

@@ -13,15 +13,19 @@ sooner a model learns to look for them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 import warnings
 from collections.abc import Iterator
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.arguments.config import DataConfig
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.ownership.atomic import atomic_files

@@ -16,13 +16,17 @@ H100-80G. With --extends mine.json --overwrite, figures from more outputs are ad
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-from datetime import timedelta
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
+import json
+from datetime import timedelta
+
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 

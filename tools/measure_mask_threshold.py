@@ -11,16 +11,20 @@ length at which the device is still faster and the mask is not too large (DeepSp
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 if TYPE_CHECKING:
     import torch
 

@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
 from rich.console import Console
 
 from megatron.formulas.parameters import stage_parameters

@@ -13,17 +13,21 @@ Model flags are those of pretrain_gpt.py: --model NAME, or the sizes of a Llama 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
+import json
 from dataclasses import replace
 from math import ceil, gcd
 from pathlib import Path
 
 from rich.console import Console
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.simulator.cost.jitter import Jitter, step_spread
 from megatron.simulator.cost.jitter import describe as spread_words
 from megatron.simulator.machines.machine_file import load

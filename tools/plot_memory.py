@@ -8,12 +8,16 @@ python tools/plot_memory.py --files out/a/memory_rank0.json out/b/memory_rank0.j
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
+from pathlib import Path
+
 from megatron.training.report.memory_picture import draw, peak_of, read, readable
 
 

@@ -16,14 +16,18 @@ ring_plan.py and tiles.py.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.decisions.division import length_unit
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.arguments.settings.attention_settings import MASKS

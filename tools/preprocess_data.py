@@ -12,15 +12,19 @@ when they are complete.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 import time
 from collections.abc import Iterable
 
 from tqdm import tqdm
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.system.processes import cores
 from megatron.training.data.encoding import Settings, filter_of, tokenizer_of
 from megatron.training.data.sources.partitions import (

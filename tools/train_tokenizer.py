@@ -9,15 +9,19 @@ writes tokenizer.model and tokenizer.vocab. Decoding gives back any encoded text
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import tools.interrupts  # noqa: F401
+
+# isort: split
+import argparse
 import time
 from collections.abc import Iterator
 
 from tqdm import tqdm
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from megatron.training.data.text_files import BadRecord, Reader, expand, parse
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
