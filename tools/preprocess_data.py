@@ -129,6 +129,7 @@ def _shard(args: argparse.Namespace, parts: Parts) -> list[str]:
     """Make the part of one task of an array."""
     if args.overwrite:
         parts.remove_others()
+    parts.check_first()
     _progress(make_here(parts, range(args.shard, args.shard + 1), args.workers), parts.count, time.monotonic())
     missing = sum(parts.done(part) is None for part in range(parts.count))
     merge = f"python tools/data.py merge --input {parts.folder} --output-prefix {args.output_prefix}"

@@ -28,7 +28,7 @@ from megatron.training.data import read_tokens
 from megatron.training.data.chat_template import chats_of
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.read_tokens import DataError
-from megatron.training.data.sources import partitions, tar_files
+from megatron.training.data.sources import columnar, partitions, tar_files
 from megatron.training.data.sources.filters import Filter
 from megatron.training.data.sources.token_files import TokenWriter
 from megatron.training.data.text_files import Reader, expand
@@ -378,6 +378,50 @@ def test_metadata_of_each_document(tmp_path):
     assert kept[1]["source"] == str(inputs[0]) and kept[1]["byte"] == lines(rows[:1]).__len__() and kept[5]["row"] == 2
     parts = run(*inputs, prefix=tmp_path / "parts", extra=[*extra, "--partitions", "4"])
     assert Path(f"{parts}.metadata.jsonl").read_bytes() == Path(f"{prefix}.metadata.jsonl").read_bytes()
+
+
+def test_metadata_that_json_does_not_have(tmp_path, capsys):
+    for name, value in {"nan": "NaN", "deep": "[" * 900 + "]" * 900}.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(f'{{"text": "a", "n": {value}}}\n')
+        line = refused(capsys, path, prefix=tmp_path / name, extra=["--keep-metadata", "n"])
+        assert "a column of --keep-metadata is N" in line or "nested too deep" in line or "not JSON" in line
+    assert not list(tmp_path.glob("*_document*"))
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (["a.txt", "b.txt", "c.json"], "name its files, for example '{0}/*.txt'"),
+        (["below/a.jsonl.gz"], "name its files, for example '{0}/**/*.jsonl.gz'"),
+        (["a.pdf"], "none of its files is of a kind that is read: .jsonl, "),
+        ([], "name its files, for example '{0}/*.jsonl'"),
+    ],
+)
+def test_a_folder_as_input(tmp_path, capsys, names, line):
+    folder = tmp_path / "texts"
+    for name in names or ["x"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if names:
+            (folder / name).write_text("x")
+    assert f"--input {folder}: a folder; {line.format(folder)}" in refused(capsys, folder, prefix=tmp_path / "x")
+
+
+def test_rows_of_parquet_are_read_few_at_a_time_if_they_may_be_long(tmp_path, monkeypatch):
+    """A value in the dictionary of a column is small in the file, however many rows have it."""
+    rows = []
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 4000] * 100}), tmp_path / "a.parquet")
+    read = pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches",
+                        lambda file, size, **given: rows.append(size) or read(file, size, **given))  # fmt: skip
+    size = pyarrow.parquet.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).column(0).total_uncompressed_size
+    for most, expected in ((columnar.DECODED, columnar.BATCH_ROWS), (10 * size, 10), (10, 1)):
+        monkeypatch.setattr(columnar, "DECODED", most)
+        assert len(list(Reader([str(tmp_path / "a.parquet")]))) == 100
+        assert rows.pop() == expected
+    monkeypatch.setattr(columnar, "MOST_VALUES", 99)
+    (row,) = Reader([str(tmp_path / "a.parquet")])
+    assert row.error == "cannot be read: it has 100 values: write smaller row groups"
 
 
 # Parts.

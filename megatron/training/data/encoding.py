@@ -138,7 +138,11 @@ def _metadata(settings: Settings, record: Record, fields: dict[str, Any]) -> str
     place = {"source": record.path}
     if record.line:
         place |= {"byte": record.offset} if record.offset >= 0 else {record.unit: record.line}
-    return json.dumps(place | {name: fields.get(name) for name in settings.metadata})[1:-1]
+    try:
+        return json.dumps(place | {name: fields.get(name) for name in settings.metadata}, allow_nan=False)[1:-1]
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else "NaN or infinity, which JSON does not have"
+        raise BadRecord(f"a column of --keep-metadata is {reason}: leave it out") from None
 
 
 def _encode_together(tokenizer: Tokenizer, texts: list[str], settings: Settings) -> Iterator[np.ndarray] | None:

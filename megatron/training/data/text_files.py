@@ -10,7 +10,9 @@ import itertools
 import json
 import math
 import os
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
@@ -77,7 +79,7 @@ def expand(patterns: list[str]) -> list[str]:
     seen = set()
     for path in paths:
         if is_folder(path):
-            raise Refusal(f"--input {path}: a folder; name its files, for example '{os.path.join(path, '*.jsonl')}'")
+            raise Refusal(f"--input {path}: a folder; {_files_in(path)}")
         if _kind(path) in genome.PROTEIN:
             raise Refusal(f"--input {path}: amino acids; genomes are read from {', '.join(genome.SUFFIXES)}")
         real = path if is_remote(path) else os.path.realpath(path)
@@ -85,6 +87,21 @@ def expand(patterns: list[str]) -> list[str]:
             raise Refusal(f"--input: {path} is named twice")
         seen.add(real)
     return paths
+
+
+READABLE = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".tgz", ".txt", *genome.SUFFIXES)
+
+
+def _files_in(folder: str) -> str:
+    """What to name instead of a folder: its most frequent kind of files that can be read."""
+    names = [] if is_remote(folder) else (name for _, _, files in os.walk(folder) for name in files)
+    names = list(itertools.islice(names, 10_000))
+    ends = Counter(re.search(r"\.[^.]*(\.gz|\.zst)?$", name)[0] for name in names if _kind(name) in READABLE)
+    if names and not ends:
+        return f"none of its files is of a kind that is read: {', '.join(READABLE)}"
+    end = ends.most_common(1)[0][0] if ends else ".jsonl"
+    direct = is_remote(folder) or any(name.endswith(end) for name in os.listdir(folder)) or not ends
+    return f"name its files, for example '{os.path.join(folder, '' if direct else '**', f'*{end}')}'"
 
 
 def is_plain_text(path: str) -> bool:
@@ -156,6 +173,7 @@ class Reader:
                 if path.endswith(COMPRESSED):
                     raise Refusal(f"--input {path}: Parquet and Arrow are compressed already: decompress it")
                 for number, content, share, error in columnar.columnar_rows(path, head, self.columns, size, span):
+                    _check_length(content, f"{path}: row {number}")
                     self.bytes_read = done + max(0, int(share * size - span[0]))
                     yield Record(path, number, content, "row group" if error else "row", error)
                 return

@@ -18,6 +18,8 @@ from megatron.training.refusal import Refusal, one_line
 
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 BATCH_ROWS = 32
+DECODED = 1 << 29  # bytes to which the rows of a batch of Parquet may grow
+MOST_VALUES = 1 << 28  # of a row group: their counts take few bytes in the file, but eight each in memory
 PYARROW = "pip install 'pyarrow>=18,<27'"
 Row = tuple[int, bytes, float, str]
 
@@ -82,7 +84,14 @@ def _parquet(pyarrow: Any, raw: IO[bytes], columns: Sequence[str]) -> tuple[int,
     chosen = list(columns) if columns and set(columns) <= set(file.schema_arrow.names) else None
 
     def batches(group: int) -> Iterator[Any]:
-        return file.iter_batches(BATCH_ROWS, row_groups=[group], columns=chosen, use_threads=False)
+        """Each row may be as long as all values in the file: a dictionary has a value once that many rows have."""
+        about = file.metadata.row_group(group)
+        parts = [about.column(number) for number in range(about.num_columns)]
+        parts = [part for part in parts if chosen is None or part.path_in_schema.split(".")[0] in chosen]
+        if (values := sum(part.num_values for part in parts)) > MOST_VALUES:
+            raise OverflowError(f"it has {values:,} values: write smaller row groups")
+        rows = DECODED // max(1, sum(part.total_uncompressed_size for part in parts))
+        return file.iter_batches(max(1, min(rows, BATCH_ROWS)), row_groups=[group], columns=chosen, use_threads=False)
 
     return file.num_row_groups, lambda group: file.metadata.row_group(group).num_rows, batches
 

@@ -227,6 +227,13 @@ class Parts:
                 raise Refusal(f"--input {path}: changed while parts of it were made: start again with --overwrite")
             before += size
 
+    def check_first(self) -> None:
+        """Refuse, before a part is made, if another complete part is of other work."""
+        for name in _manifests(self.folder):
+            if name.endswith(f"-of-{self.count:05}.json"):
+                self.done(int(name.partition("-")[0]))
+                return
+
     def remove_others(self) -> None:
         """Remove complete parts of other work, except those that another job makes now."""
         for name in _manifests(self.folder):

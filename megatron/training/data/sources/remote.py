@@ -105,7 +105,7 @@ def properties(path: str) -> tuple[int, Any]:
 def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes | OSError]:
     """Bytes begin to end of a remote file for each range, by requests at the same time; an error in its place."""
     system, inner = _file_system(path)
-    begins, ends = zip(*ranges)
+    begins, ends = map(list, zip(*ranges))  # fsspec (spec.py, cat_ranges) takes other sequences for one number
     found = _reading(path, lambda: system.cat_ranges([inner] * len(ranges), begins, ends, on_error="return"))
     return [
         part if isinstance(part, bytes | OSError) else OSError(one_line(part, 200)) for part in found
