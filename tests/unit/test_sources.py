@@ -381,7 +381,7 @@ def test_metadata_of_each_document(tmp_path):
 
 
 def test_metadata_that_json_does_not_have(tmp_path, capsys):
-    for name, value in {"nan": "NaN", "deep": "[" * 900 + "]" * 900}.items():
+    for name, value in {"nan": "NaN", "deep": "[" * 20_000 + "]" * 20_000}.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(f'{{"text": "a", "n": {value}}}\n')
         line = refused(capsys, path, prefix=tmp_path / name, extra=["--keep-metadata", "n"])

@@ -244,9 +244,10 @@ def _place(folder: Path) -> tuple[int, int]:
 def _lock_files(owner: Owner) -> dict[Path, bytes]:
     """The raw contents of other jobs' lock files. Raises OSError."""
     contents = {}
-    for name in sorted(os.listdir(owner.folder)):  # unlike a glob, it raises if the folder cannot be listed
+    listed = os.listdir(owner.folder)  # unlike a glob, it raises if the folder cannot be listed
+    for name in sorted(name for name in listed if fnmatchcase(name, owner._pattern)):
         path = owner.folder / name
-        if path == owner._lock_file or not fnmatchcase(name, owner._pattern):
+        if path == owner._lock_file:
             continue
         with suppress(FileNotFoundError):  # removed in the meantime
             try:
