@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.system import processes
 from megatron.system.processes import this_process
-from megatron.training.ownership import lock_file, processes
+from megatron.training.ownership import lock_file
 from megatron.training.ownership.lock_file import Lost, Owner, take
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
