@@ -18,7 +18,8 @@ import pytest
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import parse, supported_flags
 from megatron.training.refusal import Refusal
-from tests.recipes import recipes, refused
+from tests.pairs import by_pairs
+from tests.recipes import flags_of, recipes, refused
 from tests.starts import make, start
 from tools import check_script
 from tools.launch_command import grid, launch, processes, slurm
@@ -332,7 +333,11 @@ def test_directives_of_slurm_become_variables():
 
 
 AT_LEAST = 341  # accepted recipes; this number must not be lowered
-ALL = [pytest.param(recipe, id=f"{repository}:{recipe['name']}") for repository, recipe in recipes()]
+ALL = by_pairs(  # the usual run has every flag and every refusal once
+    list(recipes()),
+    lambda _, recipe: flags_of(recipe) | set(recipe.get("refused", [])),
+    ids=lambda repository, recipe: f"{repository}:{recipe['name']}",
+)
 
 
 def test_the_collection_is_broad():
@@ -345,8 +350,8 @@ def test_the_share_of_accepted_recipes_does_not_fall():
     assert sum("refused" not in recipe for _, recipe in recipes()) >= AT_LEAST
 
 
-@pytest.mark.parametrize("recipe", ALL)
-def test_recipe(recipe: dict):
+@pytest.mark.parametrize("repository, recipe", ALL)
+def test_recipe(repository: str, recipe: dict):
     """Accepted, or refused for the stored reasons; each reason names a flag or the recipe's file."""
     lines = refused(recipe)
     assert lines == recipe.get("refused", []), "if this change is wanted, run python -m tests.recipes --write"

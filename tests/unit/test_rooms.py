@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -77,15 +78,17 @@ MODULES = {
     ".".join(path.relative_to(ROOT / "megatron").with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "megatron").rglob("*.py")
 }
+TREES = {module: ast.parse(path.read_text()) for module, path in sorted(MODULES.items())}
 
 
+@cache
 def package_of(module: str) -> str:
     return max((name for name in PACKAGES if f"{module}.".startswith(f"{name}.")), key=len)
 
 
 def imports(module: str) -> Iterator[str]:
     """Every module of megatron that ``module`` imports anywhere in its code, named without ``megatron.``."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron":
             for name in node.names:
                 whole = f"{node.module}.{name.name}".removeprefix("megatron.")
@@ -94,39 +97,46 @@ def imports(module: str) -> Iterator[str]:
             yield from (n.name.removeprefix("megatron.") for n in node.names if n.name.startswith("megatron."))
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_imports_go_downwards(module):
-    own = PACKAGES.index(package_of(module))
-    for used in imports(module):
-        if not used.startswith("core"):
-            above = PACKAGES.index(package_of(used))
-            assert above <= own, f"megatron.{module} ({PACKAGES[own]}) must not use megatron.{used} ({PACKAGES[above]})"
+IMPORTED = {module: list(imports(module)) for module in TREES}
+
+
+def test_imports_go_downwards():
+    above = [
+        f"megatron.{module} ({package_of(module)}) must not use megatron.{used} ({package_of(used)})"
+        for module, every in IMPORTED.items()
+        for used in every
+        if not used.startswith("core") and PACKAGES.index(package_of(used)) > PACKAGES.index(package_of(module))
+    ]
+    assert not above
 
 
 def test_no_two_modules_import_each_other_directly_or_indirectly():
-    imported = {module: {used for used in imports(module) if used in MODULES and used != module} for module in MODULES}
+    imported = {module: {one for one in used if one in MODULES and one != module} for module, used in IMPORTED.items()}
     done: set[str] = set()
     while ready := {module for module, used in imported.items() if module not in done and used <= done}:
         done |= ready
     assert not set(imported) - done, f"these are in a cycle of imports, or import one: {sorted(set(imported) - done)}"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_no_module_patches_or_uses_private_names_of_another(module):
-    """Functions that a simulation replaces are marked at their definition: platform/hooks.py."""
-    tree = ast.parse(MODULES[module].read_text())
+def private_uses(module: str) -> Iterator[str]:
+    """Uses of unittest, and of other modules' private names."""
     own: set[str] = set()  # names of our modules
-    for node in ast.walk(tree):
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS):
-            private = [n.name for n in node.names if n.name.startswith("_")]
-            assert not private, f"megatron.{module} imports {private} from {node.module}"
+            yield from (f"{node.module}.{n.name}" for n in node.names if n.name.startswith("_"))
             ours = (n for n in node.names if f"{node.module}.{n.name}".removeprefix("megatron.") in MODULES)
             own |= {n.asname or n.name for n in ours}
         names = [n.name for n in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        assert not any(name.startswith("unittest") for name in [*names, getattr(node, "module", None) or ""]), module
-    for node in ast.walk(tree):
+        yield from (name for name in [*names, getattr(node, "module", None) or ""] if name.startswith("unittest"))
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
-            assert not node.attr.startswith("_"), f"megatron.{module} uses {node.value.id}.{node.attr}"
+            if node.attr.startswith("_"):
+                yield f"{node.value.id}.{node.attr}"
+
+
+def test_no_module_patches_or_uses_private_names_of_another():
+    """Functions that a simulation replaces are marked at their definition: platform/hooks.py."""
+    assert not {module: used for module in TREES if (used := list(private_uses(module)))}
 
 
 def test_basenames_are_unique_and_folders_small():
@@ -138,22 +148,21 @@ def test_basenames_are_unique_and_folders_small():
     assert not crowded, "more than 12 modules in one folder"
 
 
-@pytest.mark.parametrize("package", WITHOUT_CORE)
-def test_a_package_without_megatron_core(package):
-    for module in MODULES:
-        if f"{module}.".startswith(f"{package}."):
-            assert not [used for used in imports(module) if used.startswith("core")], f"megatron.{module}"
+def test_packages_without_megatron_core():
+    free = tuple(f"{package}." for package in WITHOUT_CORE)
+    using = [module for module, used in IMPORTED.items() if any(name.startswith("core") for name in used)]
+    assert using and not [module for module in using if f"{module}.".startswith(free)]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_has_a_short_docstring(package):
-    if not (ROOT / "megatron" / package.replace(".", "/")).is_dir():
-        return
-    text = ast.get_docstring(ast.parse((ROOT / "megatron" / package.replace(".", "/") / "__init__.py").read_text()))
-    assert text and len(text.splitlines()) <= 14
+def test_packages_have_a_short_docstring():
+    for package in PACKAGES:
+        if (ROOT / "megatron" / package.replace(".", "/")).is_dir():
+            text = ast.get_docstring(TREES[package])
+            assert text and len(text.splitlines()) <= 14, package
 
 
 @pytest.mark.parametrize("grids", ["2x2", pytest.param("2x1 1x2", marks=pytest.mark.full)])
+@pytest.mark.lab
 def test_attention_and_fpdt_where_megatron_core_is_not_installed(grids):
     program = [sys.executable, str(ROOT / "tests" / "without_core.py"), *grids.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -162,15 +171,14 @@ def test_attention_and_fpdt_where_megatron_core_is_not_installed(grids):
 
 
 def test_errors_of_the_library_name_arguments_and_never_flags():
-    for module, path in MODULES.items():
+    for module, tree in TREES.items():
         if not module.startswith("context_parallel"):
             continue
-        tree = ast.parse(path.read_text())
         documented = (n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)))
         docstrings = {ast.get_docstring(node, clean=False) for node in documented}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value not in docstrings:
-                assert not re.search(r"--[a-z]", node.value), f"{path}:{node.lineno}"
+                assert not re.search(r"--[a-z]", node.value), f"{module}:{node.lineno}"
 
 
 # Which tests run: covered pairs, --quick and --full, and values that are made once.
