@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect tests that were not requested; without a GPU skip those that need one (all of tests/gpu)."""
     import torch
 
+    rare_cases_to_lab(items)
     more: dict[str, list[pytest.Item]] = {}
     if not config.getoption("--full"):
         lab = config.getoption("--lab")
@@ -111,6 +113,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") or item.path.parent.name == "gpu":
             item.add_marker(no_gpu)
+
+
+def rare_cases_to_lab(items: list[pytest.Item]) -> None:
+    """Of a test with the marker ``usual``, the cases whose numbers it does not have go to the laboratory."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        usual = item.get_closest_marker("usual")
+        if usual and not item.get_closest_marker("full"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] not in usual.args and not item.get_closest_marker("quick"):
+                item.add_marker("lab")
+            seen[name] += 1
 
 
 def quick(item: pytest.Item) -> bool:

@@ -105,6 +105,7 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 @pytest.mark.parametrize("kind, world, grid", CASES)
+@pytest.mark.usual(0, 1, 3, 4, 5)
 def test_it_is_the_model_of_transformers(pool, tmp_path, kind, world, grid):
     source, flags = converted(kind, tmp_path)
     whole_experts = "--expert-tensor-parallel-size 1" if kind in EXPERTS_KINDS and "tensor" in grid else ""
@@ -172,6 +173,7 @@ USUAL = {("OLMo 2", "FPDT, TP 2 x R 2"), ("GPT-NeoX", "TP 2, dropout"), ("OLMo 2
         if not (place == "GPT-NeoX" and grid.startswith("FPDT"))  # refused
     ],
 )
+@pytest.mark.usual(0)
 def test_norms_and_residuals_do_not_depend_on_the_grid(pool, shared, place, grid):
     world, flags = RULES[grid]
     dropout = "--hidden-dropout 0.1" if "dropout" in flags else ""

@@ -100,6 +100,7 @@ def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, b
         (7, 1, 14, 2, 35),
     ],
 )
+@pytest.mark.usual(0, 1, 2, 3)
 def test_uneven_heads_and_odd_grids(pool, ulysses, ring, heads, kv_heads, length):
     for balance in ("zigzag", "contiguous"):
         errors = pool.run(

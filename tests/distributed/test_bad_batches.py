@@ -97,6 +97,7 @@ def line_of(done: list[subprocess.CompletedProcess]) -> str:
         for workers in (0, 2)
     ],
 )
+@pytest.mark.usual(0)
 def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
     """The same line on every grid after the same steps, also with loader processes."""
     document = spoil(corpus, 8, 3, 5000)
@@ -258,6 +259,7 @@ def same_weights(one: tuple, other: tuple) -> bool:
     return all(map(torch.equal, one[2], other[2]))
 
 
+@pytest.mark.lab
 def test_a_bad_batch_is_left_out_and_written_on_every_grid(pool, tmp_path: Path, long_runs):
     skip = "--skip-bad-batches 1"
     alone = pool.run(train, 1, skip, str(tmp_path / "alone"))[0]

@@ -50,6 +50,7 @@ def test_a_planted_error_is_found_and_placed(pool, reference, error: str) -> Non
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.full) for n in RIGHT])
+@pytest.mark.usual(0)
 def test_a_right_program_is_not_accused(pool, name: str) -> None:
     grid = 4 if name.endswith("4 ranks") else 2
     certificate = cp.certify(RIGHT[name], [grid], run=pool.run)
@@ -64,6 +65,7 @@ def test_a_right_program_is_not_accused(pool, name: str) -> None:
         pytest.param("window off by one", "", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.lab
 def test_who_sees_whom(pool, error: str, module: str) -> None:
     """Two layers of a window of 8 see 14 tokens back; after a leak, the forbidden tokens that are seen are reported."""
     program = Planted(error, layout="contiguous")
@@ -88,6 +90,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_not_accused(pool) -> None:
 
 
 @pytest.mark.parametrize("peer, case", [("ours, Ring", "causal"), ("PyTorch", "1 KV head"), ("PyTorch", "packed")])
+@pytest.mark.usual(2)
 def test_other_libraries(pool, peer: str, case: str) -> None:
     """The harness of the table of libraries, with those that this test has installed."""
     cell = matrix.judged(peer, case, {}, pool.run)

@@ -58,6 +58,7 @@ def resume(flags, folder, steps):
         *also_in_full((4, f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024")),
     ],
 )
+@pytest.mark.usual(0, 1, 3)
 def test_a_resumed_run_continues_exactly(pool, tmp_path, world, flags):
     flags = f"{GQA} --num-layers {4 if 'virtual' in flags else 2} {flags}"
     _, uninterrupted = pool.run(train_and_save, world, flags, str(tmp_path), 3, 3, timeout=120)[0]
@@ -123,6 +124,7 @@ def kinds(saved_on, loaded_on):
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, kinds))
+@pytest.mark.usual(2, 3)
 def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     folder, uninterrupted = saved(saved_on)
     world, flags = GRIDS[loaded_on]
@@ -166,6 +168,7 @@ def train_sinks(flags, folder, steps_before, steps_after):
         *also_in_full((2, T2, ""), (2, P2, T2), (2, "", f"{T2} --zero-stage 1")),
     ],
 )
+@pytest.mark.usual(1)
 def test_learned_sinks_go_from_grid_to_grid(pool, tmp_path, world, saved_on, loaded_on):
     """The sinks of each head and their optimizer states continue equally."""
     flags = f"{TWO} --softmax-type learnable --lr 1e-2"
@@ -322,6 +325,7 @@ def save_and_be_killed(folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.usual(1)
 def test_a_worker_killed_while_saving_leaves_the_earlier_checkpoint_and_no_process(pool, tmp_path, asynchronous):
     process = fork_server().Process(target=save_and_be_killed, args=(str(tmp_path), asynchronous))
     process.start()

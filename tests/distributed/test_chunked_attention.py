@@ -229,6 +229,7 @@ def test_when_copies_happen_changes_nothing(
     mask=st.sampled_from(["causal", "full"]),
     store=st.sampled_from(["host", "device", "stream"]),
 )
+@pytest.mark.lab
 def test_any_length_in_any_number_of_chunks(length, data, heads, batch, mask, store):
     chunks = data.draw(st.integers(1, min(length, 12)))
     layout = cp.SequenceLayout(length, abstract_grid(), chunks=chunks)

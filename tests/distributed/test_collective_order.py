@@ -88,6 +88,7 @@ def begun(flags: str) -> tuple[list[tuple], list[bool]]:
         ),
     ],
 )
+@pytest.mark.lab
 def test_all_ranks_begin_their_collectives_in_one_order(pool, world, grid):
     result = pool.run(begun, world, f"{GQA} --num-layers 2 {OVERLAP} {grid}", timeout=180)
     for mine, (order, _) in enumerate(result):
@@ -151,6 +152,7 @@ def posted(what: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["ring", pytest.param("fpdt", marks=pytest.mark.full), "ulysses", "links", "copies"])
+@pytest.mark.usual(2, 3)
 def test_receives_are_posted_before_sends(pool, tmp_path, what):
     every = [one for batches in pool.run(posted, 3, what, tmp_path) for one in batches]
     assert any("r" in one and "s" in one for one in every)
@@ -180,6 +182,7 @@ def run_and_look(flags: str, llama: bool) -> tuple:
         ),
     ],
 )
+@pytest.mark.usual(1)
 def test_a_run_repeats(pool, world, llama, flags):
     flags = f"--num-layers 2 --deterministic-mode {flags}"
     first, second = (pool.run(run_and_look, world, flags, llama) for _ in range(2))

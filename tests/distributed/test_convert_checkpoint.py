@@ -165,6 +165,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("write, world, flags, how", FORMS)
+@pytest.mark.usual(0, 1)
 def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, world, flags, how):
     old, new = tmp_path / "old", tmp_path / "new"
     theirs = pool.run(write, world, flags, str(old), *how, timeout=120)[0]
@@ -242,6 +243,7 @@ def go_on(flags, folder, llama):
         pytest.param(True, False, 1, "", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.usual(0)
 def test_a_universal_checkpoint_continues_without_conversion(pool, tmp_path, llama, piped, world, grid):
     """Weights, Adam's moments, schedule and data position are loaded, so losses continue those of the writer."""
     theirs = pool.run(universal, 1, FLAGS, str(tmp_path), llama, piped, 3, timeout=120)[0]
@@ -315,6 +317,7 @@ def continue_old(flags: str) -> tuple[int, list[float]]:
         ),
     ],
 )
+@pytest.mark.usual(0)
 def test_a_checkpoint_of_november_2026_continues(pool, tmp_path, world, grid):
     with tarfile.open(OLD) as archive:
         archive.extractall(tmp_path, filter="data")

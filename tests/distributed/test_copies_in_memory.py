@@ -219,6 +219,7 @@ HARM = [lose_a_node, flip_a_bit, flip_a_bit_of_a_header, *also_in_full(exchange_
 
 
 @pytest.mark.parametrize("harm", HARM)
+@pytest.mark.usual(0, 2)
 def test_a_lost_copy_comes_from_the_neighbour(pool, nodes, harm):
     folder, losses = nodes
     expected = harm(folder)

@@ -97,6 +97,7 @@ def alone(pool) -> dict[str, Any]:
         pytest.param(DATA, None, set(), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.usual(1, 2)
 def test_findings_8_9_11_and_12(pool, alone, grid: str, change: Callable | None, noticed: set[str]) -> None:
     """Sinks under TP, TP without sequence parallelism, and uneven labels, in training and evaluation."""
     assert len(set(alone["losses"])) == 2
@@ -125,6 +126,7 @@ def smoothed(smoothing: float) -> tuple[float, float]:
     return float((loss.flatten() - right).abs().max()), float((mine.grad - gradient).abs().max())
 
 
+@pytest.mark.lab
 def test_finding_1_is_in_core_and_not_used(pool, used) -> None:
     """Label smoothing averages over this rank's part of the vocabulary."""
     assert max(pool.run(smoothed, 1, 0.1)[0]) < 1e-5

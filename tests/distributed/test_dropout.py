@@ -76,16 +76,19 @@ GPT_CASES = [
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(LLAMA_CASES, [(2, f"{GQA} {BOTH}", cp(2, 1))], once=True))
+@pytest.mark.usual(0, 2, 3)
 def test_llama_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=2)
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
+@pytest.mark.usual(1, 3)
 def test_gpt_with_dropout_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=2)
 
 
 @pytest.mark.parametrize("world, grid", [(2, cp(1, 2)), (1, FPDT)])
+@pytest.mark.usual(1)
 def test_packed_documents_of_several_samples(pool, on_one_process, world, grid):
     """Each sample has separate tiles, and draws dropout by its own sample number."""
     model = f"{GQA} {BOTH} --attention-mask document --micro-batch-size 2"

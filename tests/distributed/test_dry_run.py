@@ -202,6 +202,7 @@ def settings_of(name):
 
 
 @pytest.mark.parametrize("name", by_pairs([(name,) for name in CASES], settings_of, lambda name: 2.0 + CASES[name][0]))
+@pytest.mark.usual(0, 1, 2, 4, 5, 7)
 def test_dry_run_equals_the_run(pool, name):
     from megatron.simulator.dry_run.one_rank import run_rank
     from megatron.training.arguments.parser import parse

@@ -149,6 +149,7 @@ def numbers(result: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world, grid, packed", GRIDS)
+@pytest.mark.usual(1)
 def test_the_same_numbers_on_every_grid(pool, texts, alone, world, grid, packed):
     result = pool.run(evaluated, world, grid, texts, packed, timeout=120)
     assert all(other == result[0] for other in result)  # every rank has them
@@ -328,6 +329,7 @@ def refusal(flags: str) -> str:
     return ""
 
 
+@pytest.mark.lab
 def test_training_logs_its_tasks(tmp_path):
     flags = (
         f"{SHAPE} {RUN} --seq-length 512 --max-position-embeddings 512 --train-iters 2 --eval-interval 1 "

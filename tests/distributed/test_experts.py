@@ -215,6 +215,7 @@ def held(_: int, model: str, grid: str) -> set:
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(0, 1, 4, 8)
 def test_experts_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     changes = " ".join(flags for flags in CHANGES if flags in grid and flags not in model)
     compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(f"{model} {changes}".strip()))
@@ -243,6 +244,7 @@ def test_statistics_of_each_chunk_are_noticed(pool, reference):
 
 
 @pytest.mark.parametrize("mistake", [alone, as_core_does, all_tokens])
+@pytest.mark.usual(0)
 def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
     """The router's gradient is wrong by far more than the tolerance."""
     wrong = pool.run(run, 2, f"{MIXTRAL} {cp(1, 2)}", 1, mistake, timeout=120)
@@ -287,6 +289,7 @@ def collapsed(router: Any) -> None:
     "world, grid",
     [(4, f"{cp(1, 2)} {ep(4)} {A2A}"), (4, f"{T2} {ep(2)} {A2A}"), (2, ep(2))],
 )
+@pytest.mark.usual(0)
 def test_a_rank_whose_experts_have_no_tokens(pool, world, grid):
     expected = pool.run(run, 1, MIXTRAL, 1, collapsed, timeout=120)[0]
     assert all(sum(layer[2:]) == 0 < min(layer[:2]) for layer in expected["tokens"][0])
@@ -466,6 +469,7 @@ def test_a_trained_mixtral_has_the_same_loss_in_transformers(pool, tmp_path, mod
         pytest.param(DEEPSEEK, (4, f"{cp(2, 1)} {ep(4)} {ZERO2}"), (2, f"{T2} {ETP1} {A2A}"), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.usual(1)
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
     after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):

@@ -116,11 +116,13 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
 @pytest.mark.parametrize(
     "world, model, grid", grid_pairs(LLAMA_CASES, [(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")], once=True)
 )
+@pytest.mark.usual(0, 4, 7)
 def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
 @pytest.mark.parametrize("world, model, grid", [*grid_pairs(GPT_CASES[:-4], once=True), *also_in_full(*GPT_CASES[-4:])])
+@pytest.mark.usual(0)
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 
@@ -153,6 +155,7 @@ def offloads(case: tuple[int, str, str]) -> bool:
         ),
     ],
 )
+@pytest.mark.usual(0)
 def test_when_copies_happen_changes_no_gradient(pool, schedules, world, model, grid, llama):
     flags = f"{model if llama else f'{GPT} {model}'} --num-layers {4 if V2 in grid else 2} {grid}"
     for copies, differ in pool.run(schedules_that_differ, world, flags, llama, schedules, timeout=600):
@@ -172,6 +175,7 @@ def test_when_copies_happen_changes_no_gradient(pool, schedules, world, model, g
         ),
     ],
 )
+@pytest.mark.usual(0)
 def test_half_precision_in_chunks_is_as_near_to_fp32_as_the_plain_run(pool, on_one_process, world, flags, dtype):
     """Sums over chunks are in fp32, so chunks lose no precision."""
     exact, _, grads = on_one_process(f"{GQA} --num-layers 2 ", True)

@@ -41,6 +41,7 @@ def bytes_held(flags):
 
 
 @pytest.mark.parametrize("flags", ["", *also_in_full(T2, FULL)])
+@pytest.mark.lab
 def test_a_rank_holds_its_share(pool, flags):
     whole = pool.run(bytes_held, 2 if flags == T2 else 1, f"{GQA} {flags} --micro-batch-size 1")[0]
     for stage in (2, 3):
@@ -75,6 +76,7 @@ def test_the_metered_peak_falls_with_the_stage(pool):
 
 
 @pytest.mark.parametrize("flags", ["--micro-batch-size 1 --grad-reduce-in-bf16", "", *also_in_full(FULL)])
+@pytest.mark.usual(1)
 def test_bf16_trains_as_with_zero_1(pool, long_runs, flags):
     """Weights and forward pass are the same to the last bit; bf16 gradients are summed in another order."""
     steps = 8 if long_runs else 3
@@ -153,6 +155,7 @@ def run_with_parts_again(flags, steps):
 
 
 @pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", *also_in_full(f"--zero-stage 3 {FULL}")])
+@pytest.mark.usual(0)
 def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_process, long_runs, flags):
     model, steps = f"{GQA} --num-layers 2 ", 5 if long_runs else 3
     losses, _, grads = on_one_process(model, True, steps)
@@ -189,6 +192,7 @@ def figures(flags):
         *also_in_full((f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)),
     ],
 )
+@pytest.mark.usual(0)
 def test_figures_do_not_depend_on_shards(pool, flags, world):
     expected = pool.run(figures, 1, f"{GQA} --num-layers 2")[0]
     for mine in pool.run(figures, world, f"{GQA} --num-layers 2 {flags}"):

@@ -158,6 +158,7 @@ def held(_: int, model: str, grid: str) -> set:
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(0, 2, 6)
 def test_states_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
 
@@ -170,6 +171,7 @@ def test_states_do_not_depend_on_the_grid(pool, reference, world, model, grid):
         (own_norm, T2, "out_norm.weight"),
     ],
 )
+@pytest.mark.usual(2)
 def test_a_mistake_is_noticed(pool, reference, mistake, grid, name):
     """Some gradients are wrong by far more than the tolerance."""
     wrong, right = pool.run(run, 2, f"{SHORT} {grid}", mistake, timeout=120), reference(SHORT)
@@ -286,6 +288,7 @@ BF16 = f"{SHORT} --bf16"
 
 
 @pytest.mark.parametrize("world, grid", [(2, cp(1, 2)), (4, f"{SP} {cp(2, 1)} --zero-stage 1")])
+@pytest.mark.usual(0)
 def test_bf16(pool, reference, world, grid):
     """Gradients differ from one process by no more than by its rounding, which is measured against fp32."""
     exact, near = reference(SHORT), reference(BF16)
@@ -311,6 +314,7 @@ def max_error(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         pytest.param(EXPERTS, (2, "--expert-model-parallel-size 2"), (4, f"{SP} {cp(2, 1)}"), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.usual(0)
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
     after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):

@@ -136,6 +136,7 @@ USUAL = {
         for grid in GRIDS
     ],
 )
+@pytest.mark.usual(1, 2, 3)
 def test_it_is_the_model_of_transformers(pool, folders, kind, grid):
     folder, (world, flags) = folders(kind), GRIDS[grid]
     results = pool.run(ours, world, f"{flags_of(folder)} {flags}", timeout=120)

@@ -238,6 +238,7 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
+@pytest.mark.usual(0, 4, 6)
 def test_token_for_token_as_transformers(pool, readable, transformers_tokens, kind, grid):
     world, flags = (GRIDS | EXPERT_GRIDS)[grid]
     expected = transformers_tokens(kind)
@@ -325,6 +326,7 @@ def function(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("rule, grid", FORCED_CASES)
+@pytest.mark.usual(0)
 def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rule, grid):
     flags, mask = RULES[rule]
     mask = mask.format(function=function)

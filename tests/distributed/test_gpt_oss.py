@@ -113,6 +113,7 @@ def ours(flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.usual(0, 2, 3, 4)
 def test_it_is_the_model_of_transformers(pool, grid):
     world, flags = GRIDS[grid]
     results, one = pool.run(ours, world, f"{FLAGS} {flags}", timeout=120), model()

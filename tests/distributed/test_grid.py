@@ -90,6 +90,7 @@ def same_as_initialized(make, sizes):
 
 
 @pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+@pytest.mark.usual(0, 2, 4, 5, 6, 7)
 def test_the_same_grid_outputs_and_gradients(pool, make):
     world = 8 if make in (three_dims, part_of_a_mesh) else 4
     assert all(pool.run(same_as_initialized, world, make, MADE[make]))
@@ -146,6 +147,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+@pytest.mark.usual(0, 2)
 def test_a_mesh_that_is_no_grid_is_refused(pool, make):
     with pytest.raises(RankError, match=re.escape(REFUSED[make])):
         pool.run(make, 4)

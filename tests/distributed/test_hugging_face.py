@@ -53,6 +53,7 @@ OTHERS = [(kind, grid) for kind in KINDS for grid in GRIDS if (kind, grid) not i
 
 
 @pytest.mark.parametrize("kind, grid", [*USUAL, *also_in_full(*OTHERS)])
+@pytest.mark.usual(1, 3, 4, 6, 9, 10, 12, 13)
 def test_every_architecture(pool, kind, grid):
     result = pool.run(compare, GRIDS[grid][0] * GRIDS[grid][1], kind, *GRIDS[grid], packed=kind not in UNPACKED)
     assert worst(rank.values() for rank in result) < 1e-5, result[0]
@@ -96,6 +97,7 @@ CHUNKS = Fpdt(chunk_size=16)
         ),
     ],
 )  # fmt: skip
+@pytest.mark.usual(2, 5, 6)
 def test_settings(pool, world, settings):
     ulysses = settings.get("ulysses", 2)
     result = pool.run(compare, world, **(settings | {"ulysses": ulysses, "ring": world // ulysses}))
@@ -194,6 +196,7 @@ def wrapped_training(what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("what", ["DDP", "FSDP2 first", *also_in_full("DDP, reentrant", "FSDP2, FPDT")])
+@pytest.mark.usual(0)
 def test_with_a_wrapper_that_averages_gradients(pool, what):
     result = pool.run(wrapped_training, 4, what)
     assert worst(rank.values() for rank in result) < 1e-5, result[0]
@@ -215,6 +218,7 @@ def compare_lora() -> dict[str, float]:
     return errors(result, expected)
 
 
+@pytest.mark.lab
 def test_lora(pool):
     pytest.importorskip("peft", reason="peft is not installed")
     result = pool.run(compare_lora, 4)

@@ -103,6 +103,7 @@ def transformers_loss(pool, folders, shared):
 
 
 @pytest.mark.parametrize("kind, grid", CASES)
+@pytest.mark.usual(0, 2, 6)
 def test_the_first_loss_is_that_of_transformers(pool, folders, transformers_loss, kind, grid):
     world, flags = GRIDS[grid]
     loss, first, _ = pool.run(first_loss, world, flags_of(kind, folders(kind), flags), kind not in GPTS)[0]
@@ -240,6 +241,7 @@ def alone(tmp_path_factory, steps):
 
 
 @pytest.mark.parametrize("options", ["", pytest.param("--ring 1 --micro-batch 2", marks=pytest.mark.full)])
+@pytest.mark.lab
 def test_steps_of_trainer_and_an_evaluation(alone, tmp_path, steps, options):
     argv = [*options.split(), "--steps", str(steps), "--json", str(tmp_path / "losses.json")]
     ranks = run_ranks(EXAMPLES / "trainer.py", argv, os.environ, 4)

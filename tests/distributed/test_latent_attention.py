@@ -154,6 +154,7 @@ def held(_: int, model: str, grid: str) -> set:
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(0, 2, 5, 6, 7)
 def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
 
@@ -167,6 +168,7 @@ def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
         (first_block_alone, f"{cp(1, 2)} {SENT}", ["linear_kv_up_proj.weight"]),
     ],
 )
+@pytest.mark.usual(0, 3)
 def test_a_mistake_is_noticed(pool, reference, mistake, grid, names):
     """Some gradients are wrong by far more than the tolerance."""
     wrong, right = pool.run(run, 2, f"{MLA} {grid}", mistake, timeout=120), reference(MLA)
@@ -298,6 +300,7 @@ def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags
 
 
 @pytest.mark.parametrize("saved, loaded", [((2, f"{cp(2, 1)} --zero-stage 1"), (4, f"{T2} {SP} {P2}"))])
+@pytest.mark.lab
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, saved, loaded):
     after = pool.run(save, saved[0], f"{EXPERTS} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{EXPERTS} {loaded[1]}", str(tmp_path), timeout=120):

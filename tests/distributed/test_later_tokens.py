@@ -126,6 +126,7 @@ def held(_: int, model: str, grid: str) -> set:
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(2, 3, 4, 5)
 def test_losses_and_gradients_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     expected = reference(model)
     further = {EXPERTS: 2, DEEPSEEK: 1}.get(model, 0)  # auxiliary losses
@@ -188,6 +189,7 @@ def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tenso
 @pytest.mark.parametrize(
     "model, world, grid", [(MTP, 1, ""), (MTP, 2, cp(1, 2)), (DOCUMENTS, 2, cp(1, 2)), (UNBALANCED, 2, EP2)]
 )
+@pytest.mark.usual(0, 3)
 def test_against_a_computation_written_out(pool, shared, model, world, grid):
     expected = shared(("by hand", model), lambda: pool.run(by_hand, 1, model, timeout=120)[0])
     compare(pool.run(run, world, f"{model} {grid}", None, 1, timeout=120), expected)
@@ -220,6 +222,7 @@ def over_ends(batch: dict, positions: torch.Tensor, by: int) -> dict:
     "mistake, model, world, grid",
     [(labels_in_place, MTP, 1, ""), (own_rows, MTP, 2, cp(1, 2)), (over_ends, DOCUMENTS, 1, "")],
 )
+@pytest.mark.usual(0, 2)
 def test_a_mistake_is_noticed(pool, reference, mistake, model, world, grid):
     wrong, right = pool.run(run, world, f"{model} {grid}", mistake, timeout=120), reference(model)
     name = "mtp.layers.1.eh_proj.weight"
@@ -236,6 +239,7 @@ def test_a_mistake_is_noticed(pool, reference, mistake, model, world, grid):
         pytest.param(DEEPSEEK, (4, f"{cp(1, 2)} {EP4} {ZERO3}"), (4, f"{T2} {SP} {P2}"), marks=pytest.mark.full),
     ],
 )
+@pytest.mark.lab
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
     after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
@@ -288,6 +292,7 @@ def logits_of_generation(folder: str, vocabulary: int, grid: str) -> torch.Tenso
 
 
 @pytest.mark.parametrize("model", [MTP, f"{TIED} --attention-dropout 0"])
+@pytest.mark.usual(1)
 def test_generation_and_evaluation_use_the_main_head(pool, tmp_path, model):
     vocabulary, expected = pool.run(logits_of_training, 1, model, str(tmp_path), timeout=120)[0]
     for logits in pool.run(logits_of_generation, 2, str(tmp_path), vocabulary, P2, timeout=120)[1:]:
@@ -328,6 +333,7 @@ def first_step(flags: str) -> tuple[list[float], list[tuple[torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+@pytest.mark.lab
 def test_losses_are_those_of_transformers(pool, tmp_path, kind):
     from tools.convert_hf import main
 

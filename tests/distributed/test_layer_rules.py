@@ -107,6 +107,7 @@ def held(_: int, model: str, grid: str) -> set:
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(0, 1, 5)
 def test_rules_of_layers_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
 
@@ -133,6 +134,7 @@ USUAL = ("all layers full", "one base", "RoPE everywhere", "--attn-logit-softcap
 
 
 @pytest.mark.parametrize("what", [*USUAL, *also_in_full(*(name for name in CONTROLS if name not in USUAL))])
+@pytest.mark.usual(2, 4)
 def test_the_rules_matter(pool, reference, what):
     model, without = CONTROLS[what]
     with pytest.raises(AssertionError, match="gradient norm|losses"):

@@ -97,6 +97,7 @@ CASES = [
     "ulysses, ring, balance, documents, exchange, rule",
     by_pairs(CASES, lambda u, r, *others: {(u, r), *others, (others[0], others[2])}),
 )
+@pytest.mark.usual(0, 1, 2, 3, 4, 5, 6, 7)
 def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
     batch = 2 if documents == "by sample" else 1
     case = (ulysses, ring, balance, DOCUMENTS[documents], exchange, rule, 168, batch, 12, 6)
@@ -293,6 +294,7 @@ CHUNKED = [
     "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
     by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}),
 )
+@pytest.mark.usual(0, 1, 2)
 def test_layers_in_chunks(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
     case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
     errors = pool.run(compare_chunked, ulysses * ring, *case)

@@ -130,10 +130,12 @@ CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
         (8, f"--tensor-model-parallel-size 2 --sequence-parallel {CP}"),
     ],
 )
+@pytest.mark.usual(0, 1)
 def test_grids(pool, gqa: Case, world_size: int, grid: str) -> None:
     check(pool, world_size, gqa, grid)
 
 
+@pytest.mark.lab
 def test_mixtral(pool, tmp_path: Path) -> None:
     """The experts of a Mixtral, on one process, spread over ranks, and split over TP."""
     case = make(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=2)
@@ -195,6 +197,7 @@ def as_ours(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["v3", *also_in_full("v3, dense", "v2")])
+@pytest.mark.lab
 def test_deepseek(pool, tmp_path: Path, name: str) -> None:
     """Logits, loss and every gradient, on one process and on TP 2 x Ulysses 2 x Ring 2."""
     from transformers import AutoModelForCausalLM

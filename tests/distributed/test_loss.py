@@ -16,7 +16,7 @@ from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
-from megatron.training.loss import sum_of_losses
+from megatron.training.loss import sum_of_losses, sum_of_reports
 from tests.distributed.test_checkpoint import resume, train_and_save
 from tests.distributed.test_fpdt import STREAM, fpdt
 from tests.distributed.test_training import P2, SP, T2, ZERO1, check, cp
@@ -87,6 +87,7 @@ def compare(tensor, sequence_parallel, chunks, vocab, scale, dtype):
 
 @pytest.mark.parametrize("tensor, sequence_parallel", [(1, True), (2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("chunks, vocab", [(1, 40), (3, 37), (5, 8), (1000, 3)])
+@pytest.mark.usual(0, 1, 2, 4, 5, 8, 12)
 def test_float64_matches_plain_cross_entropy(pool, tensor, sequence_parallel, chunks, vocab):
     for scale in (1.0, 1000.0):  # logits of several thousand: exp alone would overflow
         errors = pool.run(compare, 4, tensor, sequence_parallel, chunks, vocab, scale, torch.float64)
@@ -130,6 +131,15 @@ def test_sums_of_many_tokens_are_exact():
     assert sum_of_losses(torch.ones(2), torch.tensor([2.0**24, 1.0]))[2].tolist() == [2**24 + 1, 2]
 
 
+def sum_over_ranks():
+    runtime = SimpleNamespace(device=torch.device("cpu"), grid=initialize_grid(ring=2))
+    return sum_of_reports([torch.tensor([2.0**25, 1.0]), torch.tensor([1.0, 1.0])], (2,), runtime).tolist()
+
+
+def test_reports_are_summed_in_double_precision_over_the_ranks(pool):
+    assert pool.run(sum_over_ranks, 2) == [[2**26 + 2, 4]] * 2
+
+
 # ``--loss-scale`` changes no loss, gradient norm or gradient, in whatever dtype and at whatever stage of ZeRO.
 
 
@@ -140,6 +150,7 @@ def test_sums_of_many_tokens_are_exact():
         *also_in_full((0, ""), (2, ""), (2, "--bf16"), (3, "")),
     ],
 )
+@pytest.mark.usual(0, 1)
 def test_a_fixed_loss_scale_changes_nothing(pool, zero, dtype):
     flags = f"--num-layers 2 --zero-stage {zero} {dtype}"
     plain, scaled = (pool.run(run_training, 2, f"{flags} {more}", steps=3) for more in ("", "--loss-scale 1024"))
@@ -176,6 +187,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
         ),
     ],
 )  # fmt: skip
+@pytest.mark.usual(1)
 def test_losses_and_gradients(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=False, steps=2)
 

@@ -79,6 +79,7 @@ def reference(pool, shared):
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(0, 4, 7)
 def test_hybrids_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
 
@@ -120,6 +121,7 @@ def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags
 
 
 @pytest.mark.parametrize("saved, loaded", [((4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, P2))])
+@pytest.mark.lab
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, saved, loaded):
     after = pool.run(save, saved[0], f"{HYBRID} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{HYBRID} {loaded[1]}", str(tmp_path), timeout=120):

@@ -210,6 +210,7 @@ IN_FULL = ("one process", "Ring", "Ring contiguous", "FPDT", "USP with TP", "USP
 
 
 @pytest.mark.parametrize("backend", [*(name for name in BACKENDS if name not in IN_FULL), *also_in_full(*IN_FULL)])
+@pytest.mark.usual(0)
 def test_float64_matches_dense_attention(pool, backend, pytestconfig):
     every = backend == EVERY_SCHEME_ON or pytestconfig.getoption("--full")
     check(pool, backend, "math", torch.float64, 1e-10, SCHEMES if every else (*MASKS, *COMBINED))
@@ -286,6 +287,7 @@ def compare_all_dealt(ulysses, ring, chunks):
 
 
 @pytest.mark.parametrize("ulysses, ring, chunks", [(1, 4, 1), (2, 2, 1), (1, 2, 5)])
+@pytest.mark.usual(1)
 def test_dealt_documents(pool, ulysses, ring, chunks):
     for result in pool.run(compare_all_dealt, ulysses * ring, ulysses, ring, chunks):
         assert len(result) == 4 and all(worst([one]) < 1e-10 for one in result.values()), result

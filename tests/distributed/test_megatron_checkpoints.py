@@ -87,6 +87,7 @@ def every_pair():
 
 
 @pytest.mark.parametrize("kind, grid", every_pair())
+@pytest.mark.usual(2, 3)
 def test_a_checkpoint_of_megatron_lm_continues_here(pool, written, kind, grid):
     folder, theirs = written(kind)
     world, flags = GRIDS[grid]
@@ -122,6 +123,7 @@ THEIR_GRIDS = [
 
 
 @pytest.mark.parametrize("grid, there, llama, engine", THEIR_GRIDS)
+@pytest.mark.usual(1)
 def test_our_checkpoint_continues_in_megatron_lm(pool, tmp_path, grid, there, llama, engine):
     world, flags = GRIDS[grid]
     ours = pool.run(we_save, world, f"{FLAGS} {flags}", str(tmp_path), llama, timeout=120)[0]
@@ -202,6 +204,7 @@ def by_layer(key, tensor):
 
 
 @pytest.mark.parametrize("change, grid", [(flat, "TP 2, PP 2, ZeRO 1"), (by_layer, "ZeRO 3, U 2")])
+@pytest.mark.usual(1)
 def test_older_forms_and_other_names_continue_too(pool, written, tmp_path, change, grid):
     folder, theirs = written("alone, fully_reshardable")
     pool.run(rewritten, 1, folder, str(tmp_path), change=change)
@@ -391,6 +394,7 @@ def go_on_with_its_data(flags, folder):
 
 
 @pytest.mark.parametrize("world, grid", [(1, "--zero-stage 0"), (4, f"{T2} {P2} --zero-stage 1")])
+@pytest.mark.usual(0)
 def test_a_checkpoint_of_core_0_12_continues(pool, tmp_path, world, grid):
     with tarfile.open(CORE_0_12) as archive:
         archive.extractall(tmp_path, filter="data")

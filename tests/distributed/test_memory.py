@@ -56,6 +56,7 @@ CASES = [
     "world, flags",
     by_pairs(CASES, lambda _, flags: settings(flags) - {"--tensor-model-parallel-size"}, lambda world, _: world),
 )
+@pytest.mark.usual(0, 1)
 def test_the_estimate_holds_and_is_not_far_off(pool, world, flags):
     ranks = pool.run(host_memory_of_a_run, world, flags, 2, timeout=120)
     estimate, used = ranks[0][0], max(rank[1] for rank in ranks)
@@ -94,6 +95,7 @@ def steady_bytes() -> int:
     "flags",
     [*(pytest.param(fpdt(16, *how), marks=pytest.mark.full) for how in ((), (FULL, HOST))), fpdt(13, STREAM)],
 )
+@pytest.mark.lab
 def test_bytes_are_the_same_after_step_3_and_later(pool, long_runs, flags):
     later = 47 if long_runs else 6
     ((early, late),) = pool.run(bytes_after, 1, f"{GQA} --num-layers 2 --train-iters 50 {flags}", 3, later, timeout=120)
@@ -163,6 +165,7 @@ def test_at_a_fixed_chunk_at_most_four_hidden_states_grow_with_the_sequence(byte
 
 
 @pytest.mark.parametrize("mode", [pytest.param("stream", marks=pytest.mark.full), "stream-recompute"])
+@pytest.mark.lab
 def test_streamed_hidden_states_leave_nothing_that_grows_on_the_device(bytes_of, mode):
     short, long = bytes_of(mode, 1024), bytes_of(mode, 2048)
     assert long["device"] < 1.05 * short["device"]
@@ -211,6 +214,7 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
         ("--zero-stage 1 --bf16 --pipeline-model-parallel-size 2", 12),
     ],
 )
+@pytest.mark.lab
 def test_bytes_by_kind_are_those_of_the_buffers(pool, tmp_path, flags, bytes_a_number):
     from megatron.training.report.memory_picture import peak_of, read
 

@@ -60,6 +60,7 @@ def lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if line and not line.startswith("[W")]
 
 
+@pytest.mark.lab
 def test_nodes_whose_names_lead_to_the_loopback_meet_all_the_same(network, tmp_path):
     first, second = on_two_nodes(tmp_path, "")
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr

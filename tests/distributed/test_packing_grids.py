@@ -61,6 +61,7 @@ def single(pool, corpus):
         for grid in GRIDS
     ],
 )
+@pytest.mark.usual(2)
 def test_a_packing_on_a_grid(pool, corpus, single, kind, grid):
     results = pool.run(steps, 4, str(corpus), kind, GRIDS[grid])
     losses, norms, expected = single(kind)
@@ -180,6 +181,7 @@ def test_gradients_of_a_later_stage(pool, corpus, undisturbed, tmp_path, kind, g
         for stop in (1, 3, 5)
     ],
 )
+@pytest.mark.lab
 def test_stages_on_other_grids(pool, corpus, undisturbed, tmp_path, grids, stop):
     """Each stage has its own grid; within a stage the run stops and goes on with other grids on more processes."""
     *names, last = MIXED[grids]

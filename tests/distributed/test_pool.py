@@ -144,6 +144,7 @@ def test_hang_ends_at_the_timeout_with_stacks(pool: Pool) -> None:
     "fn, args, reason",
     [(exit_on, (1, 3), "exited with code 3"), (kill_on, (1,), "killed by SIGKILL")],
 )
+@pytest.mark.usual(1)
 def test_death_of_a_rank(pool: Pool, fn: object, args: tuple[int, ...], reason: str) -> None:
     with pytest.raises(RankError, match="failed on rank 1 of 4") as caught:
         pool.run(fn, 4, *args)

@@ -12,6 +12,8 @@ from megatron.training.refusal import Refusal
 from tests.disk import Recorder, lay_out, prove, try_all_cuts
 from tests.distributed.training_runs import make_job, train_job
 
+pytestmark = pytest.mark.lab
+
 TINY = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--vocab-size 29 --ffn-hidden-size 16"
@@ -178,6 +180,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", ["during training", "twice, no exchange"])
+@pytest.mark.usual(1)
 def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_path, name):
     """Write some good and some bad states as real files, and load them."""
     record, draw = recorded(name), random.Random(0)

@@ -146,6 +146,7 @@ def test_sigterm_saves_and_stops_and_a_resumed_run_appends_to_the_log(tmp_path, 
     assert "MFU" in out and "params norm" in out and "num zeros" in out and "time left" in out
 
 
+@pytest.mark.lab
 def test_two_lengths_in_one_run(tmp_path):
     """A stage ends with an evaluation and a checkpoint; the log says which stage a step is of."""
     flags = f"--train-iters 3 --eval-iters 1 --eval-interval 10 --log-jsonl {tmp_path}/log.jsonl"
@@ -193,6 +194,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.lab
 def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
     script, pipe = tmp_path / "limited.py", tmp_path / "pipe"
     script.write_text(LIMITED)

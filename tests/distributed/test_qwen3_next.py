@@ -116,6 +116,7 @@ def ours(flags: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.usual(0)
 def test_it_is_the_model_of_transformers(pool, folders, grid):
     world, flags = GRIDS[grid]
     results, one = pool.run(ours, world, f"{FLAGS} {flags}", str(folders[1]), timeout=120), theirs()
@@ -170,6 +171,7 @@ USUAL = [("qwen3_next", "U2 x R2"), ("qwen3_5_text", "R2"), ("olmo_hybrid", "U2"
 
 
 @pytest.mark.parametrize("kind, grid", [*USUAL, *also_in_full(*(one for one in EVERY if one not in USUAL))])
+@pytest.mark.usual(1, 2, 5)
 def test_layers_with_a_state_over_ranks(pool, kind, grid):
     results = pool.run(hybrid_over_ranks, OVER[grid][0] * OVER[grid][1], kind, *OVER[grid], timeout=120)
     assert worst(rank.values() for rank in results) < 1e-4, results[0]
@@ -196,6 +198,7 @@ def packed_documents(kind: str, ulysses: int, ring: int) -> float:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", *OF_OTHER_RULES])
+@pytest.mark.usual(2, 3)
 def test_states_end_with_their_document(pool, kind):
     assert max(pool.run(packed_documents, 4, kind, 2, 2, timeout=120)) < 1e-4
 

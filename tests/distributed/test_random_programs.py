@@ -18,6 +18,8 @@ from tests.distributed.pool import Pool
 from tests.programs import MASKS, WITH_TOKENS_MIXED, Program, Step, bounds, run_on_ranks, run_plain
 from tests.properties import examples
 
+pytestmark = pytest.mark.lab
+
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 seen: Counter[str] = Counter()
 worst: dict[str, float] = {}

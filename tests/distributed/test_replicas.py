@@ -66,6 +66,7 @@ MORE = (
     ("ranks", "flags", "rank", "name", "bit", "message"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
 )
+@pytest.mark.usual(1, 4)
 def test_a_flipped_bit_is_named(pool, ranks: int, flags: str, rank: int, name: str, bit: int, message: str):
     results = pool.run(flipped, ranks, flags, rank, name, bit)
     assert all(result == results[0] for result in results)
@@ -95,6 +96,7 @@ def whole_program(flags: str, rank: int) -> tuple[int, str]:
         return pretrain.train(config, start(config)), console.getvalue()
 
 
+@pytest.mark.lab
 def test_the_run_ends_with_a_line_and_exit_code_1(pool, tmp_path):
     flags = "--check-weight-hash-across-dp-replicas-interval 2 --log-straggler --log-interval 1 --train-iters 4"
     flags += f" --micro-batch-size 1 --save {tmp_path}/c"

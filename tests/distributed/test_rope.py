@@ -43,6 +43,7 @@ LINEAR = f"{ROPE} --rotary-seq-len-interpolation-factor 2.5"
         ),
     ],
 )
+@pytest.mark.usual(0, 3)
 def test_rope_does_not_depend_on_the_grid(pool, on_one_process, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=3)
 
@@ -77,6 +78,7 @@ def losses_from(start: int, flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize("world, grid", [(1, ""), (2, cp(1, 2)), (1, fpdt(16))])
+@pytest.mark.usual(0)
 def test_the_model_is_the_same_four_million_tokens_later(pool, world, grid):
     """RoPE depends on distances only. With positions times frequencies in fp32 the loss would change by 2e-4."""
     near, far = (pool.run(losses_from, world, start, grid)[0] for start in (0, FAR))
@@ -152,6 +154,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(CASES, once=True))
+@pytest.mark.usual(0, 1, 6)
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
     check(
         pool,
@@ -166,6 +169,7 @@ def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_pr
     assert min(norms[:2]) > 0.5  # all of them are clipped
 
 
+@pytest.mark.lab
 def test_virtual_stages(pool, on_one_process):
     grid = f"{P2} {V2} {cp(1, 2)} {ZERO1} {PARTITION}"
     check(pool, on_one_process, 4, f"{PARTITIONED_GPT} --num-layers 4", grid, llama=False, steps=3)
@@ -228,6 +232,7 @@ def bytes_of_positions(flags):
 @pytest.mark.parametrize(
     "grid, states", [(f"{cp(2, 2)} {ZERO1} {DP2}", 1), *also_in_full((f"{T2} {SP} {cp(2, 2)}", 2))]
 )
+@pytest.mark.lab
 def test_a_rank_holds_its_share(pool, grid, states):
     share = 1024 * 32 * 4 // (4 if "micro" in grid else 8)
     flags = (
@@ -330,6 +335,7 @@ def processes(saved_on, loaded_on):
 
 
 @pytest.mark.parametrize("saved_on, loaded_on", by_pairs(TRANSITIONS, sides, processes))
+@pytest.mark.usual(0, 2)
 def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
     folder, losses, before, after = saved(saved_on)
     world, flags = GRIDS[loaded_on]

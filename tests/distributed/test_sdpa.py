@@ -78,6 +78,7 @@ def over_ranks(ulysses, ring, balance, causal, recompute, mask=None):
         (1, 3, "contiguous", False, True),
     ],
 )
+@pytest.mark.usual(0, 1)
 def test_layers_of_pytorch_are_those_of_one_process(pool, ulysses, ring, balance, causal, recompute):
     assert max(pool.run(over_ranks, ulysses * ring, ulysses, ring, balance, causal, recompute)) < 1e-10
 
@@ -227,6 +228,7 @@ def node_elsewhere(where):
         ("too late", "runs after 1024 other context_parallel"),
     ],
 )
+@pytest.mark.usual(0, 1)
 def test_a_node_that_has_lost_its_context(pool, where, message):
     with pytest.raises(RankError, match=message):
         pool.run(node_elsewhere, 2, where)
@@ -264,6 +266,7 @@ def twice():
         ({}, {"few": True}, "2 query heads and 1 key heads need enable_gqa=True"),
     ],
 )
+@pytest.mark.usual(0, 3)
 def test_unsupported_models_are_refused_by_name(pool, settings, call, message):
     with pytest.raises(RankError, match=message):
         pool.run(refused, 2, settings, **call)
@@ -308,6 +311,7 @@ def other_attention(how):
         ("varlen", "varlen_attn cannot run over ranks"),
     ],
 )
+@pytest.mark.usual(0)
 def test_attention_of_this_ranks_tokens_alone_is_refused(pool, how, message):
     with pytest.raises(RankError, match=message):
         pool.run(other_attention, 2, how)

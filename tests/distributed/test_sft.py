@@ -121,6 +121,7 @@ def test_packed_loss_is_that_of_each_conversation_alone(data, alone):
         ),
     ],
 )
+@pytest.mark.usual(1)
 def test_the_grid_does_not_matter(pool, data, alone, world, grid):
     losses, grads, _, samples = alone
     for mine, my_grads, _, my_samples in pool.run(tune, world, f"{data[0]} {grid}", 3, timeout=180):
@@ -280,6 +281,7 @@ def lora_alone(pool):
         ),
     ],
 )
+@pytest.mark.usual(0, 4)
 def test_lora_does_not_depend_on_the_grid(pool, lora_alone, world, model, grid, llama):
     losses, grads = lora_alone(model, llama)
     seen = set()

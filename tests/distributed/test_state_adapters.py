@@ -107,6 +107,7 @@ def names_of(grads: dict[str, torch.Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize("world, model, grid", by_pairs(CASES, held, seconds))
+@pytest.mark.usual(1, 3, 5)
 def test_adapters_do_not_depend_on_the_grid(pool, alone, world, model, grid):
     losses, grads = alone(model)
     results = pool.run(tune, world, f"{model} {grid}", timeout=180)
@@ -150,6 +151,7 @@ def own_rows(_: Any) -> Callable[[], None]:
     [(cut_evenly, T2, "lora_b"), (own_rows, T2, "lora_a"), (without_states, cp(1, 2), "lora_a")],
 )
 @pytest.mark.parametrize("model", [f"{SHORT} {LORA}", ALONE], ids=["Gated DeltaNet", "Mamba2"])
+@pytest.mark.usual(1, 3, 4)
 def test_a_mistake_is_noticed(pool, alone, mistake, grid, name, model):
     """Some gradients are wrong by far more than the tolerance."""
     (_, wrong), (_, right) = pool.run(tune, 2, f"{model} {grid}", mistake, timeout=120)[0], alone(model)
@@ -168,6 +170,7 @@ def test_a_mistake_is_noticed(pool, alone, mistake, grid, name, model):
         *also_in_full((MAMBA, (2, f"{cp(2, 1)} --zero-stage 3"), (2, f"{T2} --zero-stage 1"))),
     ],
 )
+@pytest.mark.usual(1)
 def test_adapters_are_loaded_on_another_grid(pool, tmp_path, model, saved, loaded):
     after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
     for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
@@ -194,6 +197,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", *also_in_full("mamba2")])
+@pytest.mark.usual(1)
 def test_merged_weights_and_peft_compute_the_same(pool, tmp_path, kind):
     """The loss here, of the merged model in transformers, and of the base with the adapters that PEFT loads."""
     sizes, targets = KINDS[kind]

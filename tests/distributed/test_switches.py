@@ -56,6 +56,7 @@ def shorter(pool):
         (2, "--ring-parallel-size 2 --fpdt --fpdt-chunk-size 16 --loss-chunks 2 --zero-stage 1"),
     ],
 )
+@pytest.mark.usual(0, 2)
 def test_a_step_is_that_of_shorter_samples(pool, shorter, world, flags):
     results = pool.run(one_step, world, flags, False, timeout=120)
     losses, norms, expected = shorter
@@ -205,6 +206,7 @@ def train_to_the_end(flags):
     return job.progress.iteration, job.progress.consumed_train_samples
 
 
+@pytest.mark.lab
 def test_going_on_with_a_smaller_batch(pool, tmp_path: Path):
     """Enough samples are built for both batch sizes, so that the data do not end early."""
     assert pool.run(train_to_the_end, 1, f"--exit-interval 2 --save {tmp_path}", timeout=120)[0] == (2, 8)
@@ -270,6 +272,7 @@ def trained(flags, losses):
         stopper.restore()
 
 
+@pytest.mark.lab
 def test_the_best_stays_over_restarts(pool, tmp_path):
     flags = (
         f"--train-iters 7 --save {tmp_path} --load {tmp_path} --save-interval 1 --eval-interval 1 --eval-iters 1 "

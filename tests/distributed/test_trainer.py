@@ -113,6 +113,7 @@ def numbers(results: dict[str, object]) -> dict[str, float]:
     ],
     ids=["U2", "R2", "DP2 x R2"],
 )
+@pytest.mark.usual(1)
 def test_an_evaluation_counts_each_sample_once(pool, shared, tmp_path, alone, batch, world, grid):
     """Loss, metrics and predictions; DP against DDP, because the Trainer averages over batches."""
     expected = shared(("evaluation", alone, batch), lambda: pool.run(evaluate, alone, str(tmp_path), batch, None)[0])

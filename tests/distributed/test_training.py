@@ -158,15 +158,18 @@ def check(pool, on_one_process, world, model, grid, llama, steps):
 @pytest.mark.parametrize(
     "world, model, grid", grid_pairs(LLAMA_CASES, quick=[(4, GQA, cp(2, 2)), (2, GQA, f"{ZERO3} {cp(1, 2)} {FULL}")])
 )
+@pytest.mark.usual(0, 1, 2, 3, 4, 7, 9, 14, 16, 18)
 def test_llama_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(GPT_CASES, once=True))
+@pytest.mark.usual(0, 1, 4)
 def test_gpt_does_not_depend_on_the_grid(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
 
 
+@pytest.mark.lab
 def test_larger_groups_of_micro_batches(pool, on_one_process):
     """Interleaved 1F1B with a group of five micro-batches and a group of the remaining two."""
     model, grid = f"{GQA} --micro-batch-size 1 --global-batch-size 7", f"{P2} {V2}"
@@ -317,11 +320,13 @@ def few_steps_alone(on_one_process):
 
 
 @pytest.mark.parametrize("world, what, grid", covered(LLAMA))
+@pytest.mark.usual(1, 3, 4, 8, 9, 12)
 def test_llama_with_a_mask_does_not_depend_on_the_grid(pool, few_steps_alone, world, what, grid):
     check(pool, few_steps_alone, world, f"{GQA} {what}", grid, llama=True, steps=STEPS)
 
 
 @pytest.mark.parametrize("world, what, grid", by_pairs(cases(LEARNED), lambda world, what, grid: {what}, seconds))
+@pytest.mark.usual(0)
 def test_learned_positions_do_not_depend_on_the_grid(pool, few_steps_alone, world, what, grid):
     check(pool, few_steps_alone, world, f"{GPT} {what}", grid, llama=False, steps=STEPS)
 

@@ -85,6 +85,7 @@ def kept(backend):
 
 
 @pytest.mark.parametrize("backend", ["one process", "Ulysses", "Ring", *also_in_full("FPDT, USP")])
+@pytest.mark.usual(0)
 def test_dropout_draws_the_same_bits_everywhere(pool, backend):
     spans = ((0, LENGTH),)
     expected = TileDropout(DROPOUT, 4, spans, spans, torch.device("cpu")).rows(0, LENGTH, LENGTH)[0].transpose(0, 1)

@@ -79,6 +79,7 @@ def going_on(flags):
         pytest.param(2, "--zero-stage 3 --micro-batch-size 1", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.usual(0)
 def test_a_checkpoint_saved_during_training_continues_exactly(pool, tmp_path, world, flags):
     """Each save runs while the next step changes all tensors; the newest checkpoints stay."""
     save = (
@@ -92,6 +93,7 @@ def test_a_checkpoint_saved_during_training_continues_exactly(pool, tmp_path, wo
     assert iteration == 3 and losses == after
 
 
+@pytest.mark.lab
 def test_a_disk_that_is_full_meanwhile_costs_one_line_and_one_checkpoint(pool, tmp_path):
     flags = "--train-iters 9 --exit-interval 4 --save-interval 1 --async-save --zero-stage 1"
     output, whole, _ = pool.run(trained, 2, f"{flags} --save {tmp_path}", (2, 3), timeout=120)[0]

@@ -23,6 +23,7 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.lab
 def test_flags_are_refused_in_a_line():
     draw = random.Random(3)
     cases = [case for case in of_contradictions() if case.program == PROGRAM and not STARTED.search(case.name)]

@@ -149,6 +149,7 @@ def whole(folder):
     "rank, more",
     [(1, ""), *[pytest.param(r, g, marks=pytest.mark.full) for g in ONE_RANK_GRIDS for r in (0, 1) if g or not r]],
 )
+@pytest.mark.lab
 def test_nan_in_the_loss_of_one_rank(tmp_path, rank, more):
     codes, printed, errors = broken(tmp_path, "loss", rank, more)
     assert "Traceback" not in "".join(errors), errors
@@ -297,6 +298,7 @@ def ended(process, number):
 
 
 @pytest.mark.parametrize("number", [SIGNALS[0], *[pytest.param(one, marks=pytest.mark.full) for one in SIGNALS[1:]]])
+@pytest.mark.lab
 def test_a_signal_while_an_index_is_built(tmp_path, number):
     flags, mark = data_flags(tmp_path), tmp_path / "mark"
     process = start_forked(HERE / "slow_start.py", [str(mark), *flags.split()], ENVIRONMENT, tmp_path / "logs")

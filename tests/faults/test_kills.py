@@ -38,6 +38,7 @@ def saved(folder: Path) -> int:
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
+@pytest.mark.lab
 def test_kills_at_random_moments(tmp_path):
     draw, counts, repeated = random.Random(1), Counter(), 0
     begin = time.monotonic()

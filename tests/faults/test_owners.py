@@ -123,6 +123,7 @@ def until(condition, job) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.lab
 def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path):
     """Take the folder over as a job on another machine does when this job has stopped for long."""
     folder, logs = tmp_path / "c", tmp_path / "logs"

@@ -94,6 +94,7 @@ def saved(folder, number):
     checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
 
 
+@pytest.mark.lab
 def test_a_checkpoint_that_is_replaced_in_the_middle_of_a_load(pool, tmp_path):
     for number in (1, 2):
         pool.run(saved, 1, str(tmp_path / str(number)), number)

@@ -9,9 +9,9 @@ whose text is one short line that can be printed.
 Input number N of a reader is always the same, so its number identifies a failure. The input is added to
 ``tests/fuzz/corpus.zip``, from where every later run reads it again.
 
-    python -m pytest tests/fuzz                                 # the corpus, and a few new inputs for each reader
-    FUZZ=10000 python -m pytest tests/fuzz                      # 10,000 new inputs for each reader
-    FUZZ=10000 FUZZ_SEED=7 python -m pytest tests/fuzz -k json  # other inputs, only for some readers
+    python -m pytest tests/fuzz                                       # the corpus
+    python -m pytest tests/fuzz --lab                                 # 100 new inputs for each reader
+    FUZZ=10000 FUZZ_SEED=7 python -m pytest tests/fuzz --lab -k json  # more and other inputs, only for some readers
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ def test_extreme_numbers(reader, tmp_path, pytestconfig):
 
 @pytest.mark.timeout(0)  # the harness limits each input; 10,000 of them may take half an hour on a busy machine
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+@pytest.mark.lab
 def test_new_inputs(reader, tmp_path, pytestconfig):
-    count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 5))
+    count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 100))
     inputs = harness.fresh(reader, int(os.environ.get("FUZZ_SEED", 0)), count)
     check(reader, harness.run(reader, inputs, tmp_path))

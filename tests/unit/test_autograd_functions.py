@@ -216,6 +216,7 @@ QUICK = ("_Gather", "_Rotate")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *also_in_full(*sorted(TABLE.keys() - QUICK))])
+@pytest.mark.usual(1)
 def test_gradients_of_a_compiled_function(pool, name):
     for wrong in pool.run(differentiated, 2, name, compiled):
         assert not wrong

@@ -16,25 +16,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.platform.streams import Streams
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint import (
-    arguments_of,
     checkpoint,
     checkpoint_folder,
     older_formats,
     owner,
     rank_file,
     read_torch_dist,
-    save_job,
-    sharded_state,
 )
 from megatron.training.checkpoint.converting.from_older import model_args
 from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, sharded
 from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
-from megatron.training.checkpoint.save_job import Save
 from megatron.training.checkpoint.sharded_state import (
     PARTITIONED,
     Places,
@@ -44,10 +39,8 @@ from megatron.training.checkpoint.sharded_state import (
     find_places,
     load_optimizer,
     load_weights,
-    optimizer_state,
 )
 from megatron.training.families.llama.llama_weights import Piece
-from megatron.training.ownership import lock_file
 from megatron.training.refusal import Refusal
 from tests.unit.test_refusals import GOOD, MOCK
 
@@ -103,19 +96,6 @@ def test_a_checkpoint_from_before_a_setting_has_no_such_layers() -> None:
     checkpoint.check_model({}, config, PATH, False)  # nothing is known about it
 
 
-@pytest.mark.parametrize("finetune, pretrained", [(True, False), (False, True), (False, False)])
-def test_a_run_from_other_weights_starts_at_0(monkeypatch, finetune: bool, pretrained: bool) -> None:
-    saved = {"iteration": 7, "consumed_train_samples": 70, "run": "a"}
-    monkeypatch.setattr(checkpoint, "is_pretrained", lambda *_: pretrained)
-    monkeypatch.setattr(checkpoint, "open_foreign", lambda _: None)
-    path = SimpleNamespace(path=PATH, common=lambda: {"progress": saved, "config": {"data": {"seq_length": 64}}})
-    progress = checkpoint.progress_in(path, SimpleNamespace(finetune=finetune))
-    if finetune or pretrained:
-        assert progress == checkpoint.Progress()
-    else:  # tokens, which are missing here, are counted from samples
-        assert progress == checkpoint.Progress(7, 70, 70 * 64, "a")
-
-
 def test_progress_counts_samples_and_tokens() -> None:
     progress = checkpoint.Progress(2, 10, 100, "a")
     progress.advance(4, 50)
@@ -141,42 +121,6 @@ def test_which_adapters_fit(saved: dict[str, Any], rank: int | None, weights_onl
     else:
         with pytest.raises(Refusal, match=word):
             checkpoint.adapters_are_new(saved, model, PATH, weights_only)
-
-
-def test_which_data_were_trained_on(monkeypatch) -> None:
-    data = {"split": "9,1", "mock_data": False, "sft": True, "data_path": ["1", "a"], "valid_data_path": "b"}
-    common = {"config": {"data": data | {"train_data_path": [1], "seq_length": 64}}}
-    monkeypatch.setattr(arguments_of, "is_hugging_face", lambda _: False)
-    monkeypatch.setattr(arguments_of, "glance", lambda *_: SimpleNamespace(common=lambda: common))
-    expected = {"data.split": "9,1", "data.sft": True, "data.data_path": ["1", "a"]}
-    assert arguments_of.held_out_data(PATH) == expected
-    common["config"]["data"] = {"split": 3, "sft": "yes", "mock_data": True}
-    assert arguments_of.held_out_data(PATH) == {"data.mock_data": True}
-
-
-@pytest.mark.parametrize("shape, length", [({"seq_length": 5, "max_position_embeddings": 9}, 5),
-                                           ({"max_position_embeddings": 9}, 9), (None, None)])  # fmt: skip
-def test_the_length_of_a_checkpoints_run(monkeypatch, shape: dict[str, int] | None, length: int | None) -> None:
-    monkeypatch.setattr(arguments_of, "shape_of", lambda *_: shape)
-    assert arguments_of.length_of("c") == length
-
-
-def test_which_weights_are_read_under_fsdp() -> None:
-    names = ["linear.weight", "linear.adapter.a.weight"]
-    parameters = [nn.Parameter(torch.ones(1), requires_grad=name == names[1]) for name in names]
-    pieces = {
-        parameter: [SimpleNamespace(place=SimpleNamespace(key=name))] for parameter, name in zip(parameters, names)
-    }
-    adapter = next(name for name in (names[1], "linear.lora_a.weight") if checkpoint.is_adapter(name))
-    pieces[parameters[1]][0].place.key = adapter
-    places = Places(pieces, [])
-
-    def read(with_optimizer: bool, adapters: bool) -> list[str]:
-        found = checkpoint._weights_under_fsdp(places, with_optimizer, adapters).pieces
-        return [one[0].place.key for one in found.values()]
-
-    assert read(False, True) == [names[0], adapter] and read(False, False) == [names[0]]
-    assert read(True, True) == [names[0]]  # the optimizer has those of trained weights
 
 
 # ---- the folder
@@ -252,88 +196,6 @@ def test_the_remedies_for_a_folder_of_another_run() -> None:
     assert line(load="d", ckpt_step=5) == "--load c without --ckpt-step"
 
 
-def test_a_job_is_silent_when_it_was_quiet_for_that_long() -> None:
-    watched = lock_file._Watched(b"a")
-    watched.quiet = 5.0
-    assert watched.alive(None, 5.0) is False and watched.alive(None, 5.1) is None
-
-
-def waiting(monkeypatch, others: list[dict[str, Any]], mine: str) -> list[str]:
-    """Take a folder where other jobs' lock files come and go; returns the names of the files at each look."""
-    looks: list[str] = []
-    alive = lock_file.LockFile(SimpleNamespace(boot="b"), owns=False, since="now")
-    listed = lambda _: looks.append("look") or {Path(name): b"" for name in others.pop(0)}  # noqa: E731
-    monkeypatch.setattr(lock_file, "_lock_files", listed)
-    monkeypatch.setattr(lock_file, "_parsed", lambda _: alive)
-    monkeypatch.setattr(lock_file, "is_alive", lambda _: True)
-    monkeypatch.setattr(lock_file.time, "sleep", lambda _: None)
-    mine = SimpleNamespace(_process=None, _lock_file=Path(mine), folder="c", target="--save c", other="folder")
-    lock_file._wait_for_others(mine, [], 60.0)
-    return looks
-
-
-def test_of_jobs_that_begin_at_once_the_first_by_name_waits_for_the_others(monkeypatch) -> None:
-    assert waiting(monkeypatch, [{"b": 1}, {"b": 1}, {}], "a") == ["look"] * 3
-    with pytest.raises(Refusal, match="--save c is in use by"):
-        waiting(monkeypatch, [{"a": 1}], "b")
-
-
-def test_a_job_gives_up_after_twice_the_time_of_silence(monkeypatch) -> None:
-    clock = iter([0.0, 119.0, 121.0])
-    monkeypatch.setattr(lock_file.time, "monotonic", lambda: next(clock))
-    renewed = SimpleNamespace(update=lambda _: None, alive=lambda *_: True)
-    monkeypatch.setattr(lock_file, "_Watched", lambda _: renewed)
-    with pytest.raises(Refusal, match="--save c is in use by"):
-        waiting(monkeypatch, [{"b": 1}, {"b": 1}], "a")
-    assert next(clock, None) is None
-
-
-@pytest.mark.parametrize("folder, problem, message", [
-    (None, None, None), ("is full", None, "is full"), (None, "no memory", "no memory"),
-    ("is full", "no memory", "is full"),
-])  # fmt: skip
-def test_the_first_error_of_a_rank_is_kept(monkeypatch, tmp_path: Path, folder, problem, message) -> None:
-    def failing(text: str | None, kind: type[Exception], result: Any = None) -> Any:
-        if text:
-            raise kind(text)
-        return result
-
-    seen: list[Any] = []
-    monkeypatch.setattr(save_job.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(save_job.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(save_job.dist, "all_gather_object", lambda errors, error: errors.__setitem__(0, error))
-    monkeypatch.setattr(save_job.checkpoint_folder, "clear", lambda _: failing(folder, OSError) or [])
-    monkeypatch.setattr(save_job, "_planned", lambda *_: failing(problem, MemoryError, ({}, None, None)))
-    monkeypatch.setattr(Save, "_fail", lambda _, errors: seen.extend(errors))
-    job = Save(tmp_path / "iter_0000001", dict, {}, lambda: None)
-    assert (message is None and seen == [None]) or message in seen[0]
-    assert not job.busy
-    job._thread = SimpleNamespace(is_alive=lambda: True)
-    assert job.busy
-    job._thread = SimpleNamespace(is_alive=lambda: False)
-    assert not job.busy
-
-
-def test_the_first_error_of_a_save_is_raised_on_every_rank(tmp_path: Path) -> None:
-    for first in (True, False):
-        (partial := tmp_path / "partial").mkdir(exist_ok=True)
-        job = SimpleNamespace(_first=first, partial=partial, final=tmp_path / "c" / "iter")
-        Save._fail(job, [None, None])
-        assert partial.exists()
-        with pytest.raises(OSError, match=r"no checkpoint was written to .*c \(rank 1: it is full\)"):
-            Save._fail(job, [None, "it is full", "another"])
-        assert partial.exists() is not first
-    with pytest.raises(OSError, match=r"\(rank 0: it is full\)"):
-        Save._fail(job, ["rank 0: it is full"])
-
-
-def test_a_checkpoint_without_a_description_names_its_file(monkeypatch, tmp_path: Path) -> None:
-    path = SimpleNamespace(files={older_formats.STATES}, path=tmp_path, file=lambda name: tmp_path / name)
-    monkeypatch.setattr(older_formats.unpickle, "read", lambda _: {})
-    with pytest.raises(Refusal, match=str(tmp_path / older_formats.STATES)):
-        older_formats.universal_weights(path)
-
-
 # ---- files
 
 
@@ -342,22 +204,6 @@ def test_a_file_is_synced_to_the_disk(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
     rank_file.write_bytes(tmp_path / "a", b"12345", sums := {})
     assert synced == [5] and sums["a"].size == 5
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, None])
-def test_the_cause_of_an_error_in_torchs_writer_is_raised(monkeypatch, depth: int | None) -> None:
-    def fail(*_: Any) -> None:
-        error: BaseException = OSError("no space") if depth is not None else ValueError("another")
-        for number in range((depth or 0) + 1):
-            outer = RuntimeError(f"torch {number}")
-            outer.__context__ = error
-            error = outer
-        raise error
-
-    monkeypatch.setattr(rank_file.filesystem, "_write_item", fail)
-    with pytest.raises((OSError, RuntimeError)) as raised:
-        rank_file.Writer._write_item(SimpleNamespace(transforms=None), None, "a", None, io.BytesIO())
-    assert isinstance(raised.value, RuntimeError if depth is None else OSError)
 
 
 def test_copies_of_a_gpu_are_complete_before_training_goes_on() -> None:
@@ -375,16 +221,6 @@ def test_copies_of_a_gpu_are_complete_before_training_goes_on() -> None:
     copies.take(writer, "computed")
     assert waited == [(rank_file.STORES, "computed"), rank_file.STORES]
     assert torch.equal(writer.parts[0][1], torch.ones(3))
-
-
-def test_a_refusal_inside_torchs_error_is_the_one_that_is_printed() -> None:
-    for inner, line in ((Refusal("it is damaged"), "checkpoint c: it is damaged"), (OSError("gone"), "outer")):
-        with pytest.raises(Refusal) as raised, read_torch_dist._refusals(SimpleNamespace(__str__=lambda: "c")):
-            try:
-                raise CheckpointException("all", {0: (inner, None)})
-            except CheckpointException as error:
-                raise Refusal("outer") from error
-        assert str(raised.value).endswith(line.rpartition(": ")[2])
 
 
 @pytest.mark.parametrize(
@@ -493,14 +329,6 @@ def test_buffers_beside_the_weights_are_loaded() -> None:
     assert counts.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_the_length_of_a_checkpoint_may_come_from_an_older_one_if_damaged_ones_are_skipped(monkeypatch) -> None:
-    asked = []
-    monkeypatch.setattr(arguments_of, "checkpoint_path", lambda folder, step, whole: asked.append(whole))
-    for skip in (False, True):
-        assert arguments_of.shape_of("c", skip=skip) is None
-    assert asked == [True, False]
-
-
 # ---- the optimizer
 
 
@@ -530,20 +358,6 @@ def test_groups_steps_and_loss_scales_are_loaded() -> None:
         assert group["lr"] == 0.125 and group[PARTITIONED] is False
         assert [float(state["step"]) for state in part.optimizer.state.values()] == [7.0]
         assert scaler == ({"scale": 8.0} if scaled and saved_scale else {})
-
-
-@pytest.mark.parametrize("loading", [False, True])
-def test_states_are_made_before_they_are_loaded(monkeypatch, loading: bool) -> None:
-    """Another rank of two is at step 3; this one has no states yet."""
-    part, made = optimizer_with(None), []
-    monkeypatch.setattr(sharded_state, "parts_of", lambda _: (part, None))
-    monkeypatch.setattr(sharded_state, "make_states", made.append)
-    monkeypatch.setattr(sharded_state.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(sharded_state.dist, "all_gather_object", lambda every, own: every.__setitem__(1, {3.0}))
-    part.optimizer.state.clear()
-    state = optimizer_state(part, [], loading=loading)
-    assert made == ([part] if loading else [])
-    assert state["optimizer"]["param_groups"][0].get("step") == (None if loading else 3.0)
 
 
 def test_groups_with_other_multipliers_are_refused() -> None:
@@ -740,16 +554,6 @@ def test_a_vocabulary_is_padded_by_less_than_a_block_of_each_tp_rank(size: int, 
     else:
         with pytest.raises(Refusal, match="a vocabulary of 257 to 512 tokens"):
             load_torch_dist.check_vocabulary(foreign, size, config)
-
-
-def test_weights_that_no_rank_reads_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(load_torch_dist.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(load_torch_dist.dist, "all_gather_object", lambda into, own: into.__setitem__(0, own))
-    monkeypatch.setattr(load_torch_dist, "weights_in", lambda stored: stored)
-    foreign = SimpleNamespace(path=PATH, stored=["a.weight", "b.rotary_pos_emb.inv_freq"])
-    load_torch_dist._check_all_requested(foreign, {"a.weight"})  # RoPE's frequencies are computed
-    with pytest.raises(Refusal, match="this model does not have a.weight"):
-        load_torch_dist._check_all_requested(foreign, {"c.weight"})
 
 
 def test_groups_of_megatron_lm_keep_only_what_we_know() -> None:

@@ -78,6 +78,7 @@ def without_times(step):
         for gpu in ("A100-80G", None)
     ],
 )
+@pytest.mark.lab
 def test_replayed_chunks_equal_chunks_that_run(name, gpu, monkeypatch):
     replays = []
     replay = CallCache._replay

@@ -257,12 +257,14 @@ def run_extended(extended: Path, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.lab
 def test_each_extension_does_what_the_page_says(extended: Path) -> None:
     programs = [text for words, text in blocks(EXTENDING, "python") if words == "extended"]
     assert len(programs) == 4
     run_extended(extended, "-c", "\n".join(programs))
 
 
+@pytest.mark.lab
 def test_a_step_with_every_extension(extended: Path) -> None:
     """A new model trains with a new mask, kernel and flag."""
     words = (
@@ -283,6 +285,7 @@ def run_example(*options: str) -> int:
 
 
 @pytest.mark.parametrize("options", [(), ("--ulysses", "1", "--balance", "contiguous")], ids=["usp", "ring"])
+@pytest.mark.usual(1)
 def test_the_example_agrees_with_one_process(pool, options: tuple[str, ...]) -> None:
     assert pool.run(run_example, 4, *options) == [0] * 4
 

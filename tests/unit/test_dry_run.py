@@ -190,6 +190,7 @@ def test_weights_arrive_while_the_previous_layer_computes():
 
 
 @pytest.mark.parametrize("data", [2, pytest.param(128, marks=pytest.mark.full)])
+@pytest.mark.lab
 def test_a_world_of_16384_ranks(data):
     """core lists the ranks of every group on every rank; the usual run tests only 256 ranks."""
     world = 128 * data

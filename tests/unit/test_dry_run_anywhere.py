@@ -73,6 +73,7 @@ HISTORIES = LAYERS * 4 * 5 * 4 * 1025
         pytest.param("delayed", None, 2 * WEIGHTS + HISTORIES // 1025 * 2, 1, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.usual(1)
 def test_memory_is_what_transformer_engine_holds(recipe, gpu, weights, saved):
     plain, result = fp8_run(gpu=gpu), fp8_run(f"--fp8-format hybrid --fp8-recipe {recipe}", gpu)
     plain, result = (

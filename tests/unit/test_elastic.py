@@ -174,6 +174,7 @@ def test_world_size_adds_no_note_if_it_is_right_and_is_refused_if_it_is_wrong():
             parse(f"{RUN} {flags}".split(), world_size=8)
 
 
+@pytest.mark.lab
 def test_a_run_whose_ranks_are_flags(tmp_path: Path):
     """Two processes as mpirun starts them: no RANK, WORLD_SIZE or MASTER_ADDR in their environment."""
     script = Path(__file__).parents[2] / "pretrain_gpt.py"

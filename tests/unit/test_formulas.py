@@ -285,7 +285,13 @@ def measured(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Mappin
 
 
 names = pytest.mark.parametrize(
-    "case", [*USUAL, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=lambda case: case.name
+    "case",
+    [
+        *USUAL[:CASES_PER_PROCESS],
+        *(pytest.param(case, marks=pytest.mark.lab) for case in USUAL[CASES_PER_PROCESS:]),
+        *(pytest.param(case, marks=pytest.mark.full) for case in FULL),
+    ],
+    ids=lambda case: case.name,
 )
 
 

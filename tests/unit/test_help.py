@@ -84,6 +84,7 @@ OF_TRITON = {
 }
 
 
+@pytest.mark.lab
 def test_modules_import_without_packages_of_extras() -> None:
     """On a machine without a GPU, where PyTorch brings no Triton; core's modules may need it too."""
     done = subprocess.run(
@@ -120,6 +121,7 @@ def run_command(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
 
+@pytest.mark.usual(1)
 def test_a_program_prints_what_its_file_prints(command, tmp_path):
     expected = run_command([sys.executable, str(ROOT / "tools" / ARGUMENTS[0]) + ".py", *ARGUMENTS[1:]])
     result = run_command([*command, *ARGUMENTS])

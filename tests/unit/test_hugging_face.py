@@ -1138,6 +1138,7 @@ def test_other_families_leave_multi_token_prediction_out(tmp_path: Path, ours: P
 
 
 @pytest.mark.parametrize("name", DEEPSEEKS)
+@pytest.mark.usual(0, 2)
 def test_deepseek(tmp_path: Path, name: str, capsys) -> None:
     """Conversion is exact with the original's files, and without them transformers computes the same."""
     from transformers import AutoModelForCausalLM
@@ -1390,6 +1391,7 @@ def test_numbers_that_no_model_has_are_refused_by_key_and_file(tmp_path: Path, k
         parse(["--model", f"hf:{tmp_path}", *RUN], world_size=1)
 
 
+@pytest.mark.lab
 def test_a_model_with_more_weights_than_any_is_refused_before_they_are_listed() -> None:
     given = KINDS["qwen3_moe"] | {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "decoder_sparse_step": 1}
     model = described(given | {"num_hidden_layers": 9999, "num_experts": 9999}, "")

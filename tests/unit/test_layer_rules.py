@@ -76,6 +76,7 @@ def test_gemma_3_sends_and_computes_what_its_masks_need():
     assert 6 * whole > 1.02 * sent and around + whole > 1.02 * sent
 
 
+@pytest.mark.lab
 def test_a_dry_run_sends_what_the_layers_send(tmp_path):
     """The program itself, with fake tensors: ring bytes and FLOPs of attention at 131,072 tokens on Ring 8."""
     from megatron.simulator.dry_run.dry_run import dry_run

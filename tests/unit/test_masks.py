@@ -267,6 +267,7 @@ def test_alibi_slopes():
 
 @pytest.mark.parametrize("grid", [{"ring": 4}, {"ulysses": 4}, {"ulysses": 2, "ring": 2}])
 @pytest.mark.parametrize("kernel", ["cpu", "math"])
+@pytest.mark.usual(0, 1, 2)
 def test_a_custom_mask_at_65536_tokens_never_holds_64_mb(grid, kernel):
     """The largest tile of all ring ranks is cut into parts; about four of the parts are computed and measured."""
     length, mask = 65536, cp.MaskFunction(lambda q, k: (q - k) % 3 == 0, cp.Causal())

@@ -230,6 +230,7 @@ def write(path: Path, events: int = 60, host: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("by", ["time", "events"])
+@pytest.mark.usual(1)
 def test_pictures_of_several_files(tmp_path, capsys, by):
     from matplotlib.image import imread
 

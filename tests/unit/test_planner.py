@@ -179,6 +179,7 @@ def test_a_unit_whose_weights_are_too_large_does_not_end_the_search() -> None:
     assert (s.recompute, s.recompute_layers, s.offload_checkpoints) == ("full", 1, True)
 
 
+@pytest.mark.lab
 def test_few_strategies_on_a_thousand_gpus_are_priced() -> None:
     """The planner's work, counted in priced layers; one takes about 0.3 ms. All savings on each tried
     grid would be 9,180 layers."""
@@ -247,6 +248,7 @@ def test_the_plan_says_what_unequal_shares_of_heads_would_cost(capsys: pytest.Ca
         assert (sentence in " ".join(capsys.readouterr().out.split())) == said
 
 
+@pytest.mark.lab
 def test_no_longer_sequence_fits() -> None:
     problem = problem_of("llama3-8b", K, 1, 4, "A100-80G")
     workload = Request(("--model", "llama3-8b")).workload
@@ -530,6 +532,7 @@ def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> N
 
 
 @pytest.mark.parametrize("name, experts", [("qwen3-30b-a3b", 128), ("deepseek-v2-lite", 64)])
+@pytest.mark.usual(1)
 def test_a_plan_of_a_mixture_spreads_its_experts(
     name: str, experts: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -154,6 +154,7 @@ def test_the_picture_shows_the_pairs_that_the_mask_allows(name, balance, ring, c
         "--show layout --balance documents --document-ends 30 64 --seq-length 64",
     ],
 )
+@pytest.mark.usual(2)
 def test_masks_are_drawn(options, tmp_path):
     output = tmp_path / "new" / "picture.png"
     assert plot_tiles.main([*options.split(), "--output", str(output)]) == 0

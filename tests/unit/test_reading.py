@@ -166,6 +166,7 @@ def test_an_id_outside_of_the_vocabulary_is_reported_where_it_is_read(tmp_path, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usual(0)
 def test_a_loader_reports_an_error_in_one_line_and_continues_after_it(tmp_path, workers):
     train, *_ = build_datasets(
         configure(data_path=[write_with_token(tmp_path / "a", 5000)], split="1,0,0"), NULL, (200, 0, 0)

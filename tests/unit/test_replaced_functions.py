@@ -251,6 +251,7 @@ def test_without_a_mask_one_process_returns_weights():
         ({}, {"compute_loss_func": len}, "compute_loss_func"),
     ],
 )  # fmt: skip
+@pytest.mark.usual(0, 1, 2)
 def test_what_the_trainer_would_ignore_is_refused_by_name(pool, tmp_path, settings, more, words):
     pytest.importorskip("accelerate", reason="accelerate is not installed, which transformers.Trainer needs")
     with pytest.raises(RankError, match=rf"ValueError: .*{words}"):

@@ -509,6 +509,7 @@ def test_there_is_no_such_rank(size, rank):
             pass
 
 
+@pytest.mark.lab
 def test_groups_of_16384_ranks_in_five_seconds():
     seconds = []
     for rank in (0, 16383):

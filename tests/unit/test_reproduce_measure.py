@@ -52,6 +52,7 @@ def of_gpus(count: int) -> Measured:
     return clock
 
 
+@pytest.mark.lab
 def test_a_step_of_a_real_run(monkeypatch):
     """Two processes on a CPU, forked as the launcher would start them."""
 

@@ -272,6 +272,7 @@ def datasets_of(prefix, cache, seq_length=16, **options):
 
 
 @pytest.mark.parametrize("packing", ["greedy", pytest.param("best-fit", marks=pytest.mark.full)])
+@pytest.mark.lab
 def test_samples_of_files_at_a_url(stored, s3, packing):
     """The same as those of local files, also in the processes of a loader, while every fifth request fails."""
     local, remote, _, copies = stored
@@ -458,6 +459,7 @@ def test_the_files_are_those_that_megatron_core_writes(tmp_path):
 
 
 @pytest.mark.parametrize(("parts", "workers"), [(2, 1), (9, 2), (400, 1)])
+@pytest.mark.usual(0, 1)
 def test_the_same_bytes_from_any_parts(tmp_path, texts, parts, workers):
     run(*texts[0], prefix=tmp_path / "p", extra=["--partitions", parts], workers=workers)
     assert made(tmp_path / "p") == texts[1]

@@ -22,6 +22,8 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.platform.streams import LOADS, STORES
 from tests.adversary import Adversary, Mutant, call_sites
 
+pytestmark = pytest.mark.lab
+
 CPU = torch.device("cpu")
 SITES = call_sites(Path(offload_module.__file__).parent)
 LENGTH, WIDTH, SIZE, WORDS = 22, 16, 4, 30

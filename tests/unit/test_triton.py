@@ -65,11 +65,13 @@ def check(errors: dict[str, float], limit: float = 5e-6) -> None:
 
 
 @pytest.mark.parametrize("mask", ["two-sided", "function"])
+@pytest.mark.usual(1)
 def test_masks_on_a_ring(interpreted, mask):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG)))
 
 
 @pytest.mark.parametrize("extra", ["alibi", "softcap", "dropout", "all"])
+@pytest.mark.usual(1, 2)
 def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     mask = MASKS["function" if extra == "all" else "causal"]
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
@@ -92,6 +94,7 @@ def test_a_pair_whose_number_is_the_threshold_is_kept(interpreted, keys):
 
 
 @pytest.mark.parametrize("mask, extra", [("causal", "dropout"), ("full", "all")])
+@pytest.mark.usual(0)
 def test_four_keys_share_a_hash_of_dropout(interpreted, mask, extra):
     """Key blocks of complete groups of four; the blocks of the other tests are not."""
     blocks = (((0, 64),), ((64, 88), (128, 152)))
@@ -157,6 +160,7 @@ def test_any_strides_of_inputs_and_sums(interpreted):
 
 
 @pytest.mark.parametrize("mask", [Window(20, 5), MASKS["function"]], ids=["window", "function"])
+@pytest.mark.usual(0)
 def test_nothing_around_the_inputs_is_read(interpreted, mask):
     case = Case(mask, ((0, 37),), (((0, 11),), ((11, 37),)), layout="surrounded", b=2, hk=2, d=13, dv=21)
     check(interpreted(triton_cases.errors, case))
@@ -416,6 +420,7 @@ def test_heads_are_padded_to_a_power_of_two_from_16_on():
     assert {size: triton_call._power(size) for size in sizes} == sizes
 
 
+@pytest.mark.lab
 def test_measured_block_sizes_are_written_read_and_launched(interpreted, tmp_path):
     fast = {"forward": Blocks(16, 16), "queries": Blocks(64, 16, 8, 1), "keys": Blocks(16, 32, split=True)}
     too_large = Blocks(64, 64)

@@ -80,6 +80,7 @@ def check_fp32(kernels: list[tuple]) -> None:
 
 @needs_triton
 @pytest.mark.parametrize("capability, head, which, variant", USUAL)
+@pytest.mark.lab
 def test_compiles(compiler, capability, head, which, variant):
     check(compiler(capability, head, which, variant, torch.bfloat16), capability, variant)
 
@@ -130,6 +131,7 @@ def _linear_resources(capability: int, *shape: int) -> dict:
 @pytest.mark.parametrize(
     "capability, keys, values, delta, channels", [LINEAR[4], *also_in_full(*LINEAR[:4], *LINEAR[5:])]
 )
+@pytest.mark.lab
 def test_states_of_linear_attention_compile(compiler, capability, keys, values, delta, channels):
     kernels = compiler(capability, keys, values, delta, channels, function=_linear_resources)
     for which, taken in kernels.items():
@@ -163,6 +165,7 @@ CODE = """
 """
 
 
+@pytest.mark.lab
 def test_machine_code_is_read():
     (loop,) = loops(CODE, warps=8, capability=90)
     assert [name(text) for text in loop.body][0] == "HGMMA" and len(loop.body) == 8

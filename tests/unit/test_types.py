@@ -100,6 +100,7 @@ def test_a_program_that_is_not_checked_has_no_overhead() -> None:
     assert type(vars(torch.autograd.Function)["apply"]) is classmethod
 
 
+@pytest.mark.lab
 def test_parts_of_the_program_pass_and_errors_do_not(output_of: Callable[[str], Any]) -> None:
     """In one process with a fake group of DP 2 x CP 2 x TP 2: 14 parts, and 25 errors in them."""
     verdicts = output_of("typed_programs")["verdicts"]
@@ -112,6 +113,7 @@ def test_parts_of_the_program_pass_and_errors_do_not(output_of: Callable[[str], 
     assert len(verdicts) == 39
 
 
+@pytest.mark.lab
 def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
     """On 8 ranks, in one process with a fake group. A gradient is partial (P) on the axes over which it is summed."""
     models = output_of("typed_models")["models"]
@@ -161,12 +163,14 @@ def test_complete_models_have_types(output_of: Callable[[str], Any]) -> None:
         assert gradients.items() <= models[model].items(), model
 
 
+@pytest.mark.lab
 def test_every_type_is_used(output_of: Callable[[str], Any]) -> None:
     programs = ("typed_programs", "typed_models", "planted_types")
     ran = {name for program in programs for name in output_of(program)["ran"]}
     assert ran == {one.__name__ for one in distribution_types.DECLARED}
 
 
+@pytest.mark.lab
 def test_types_alone_find_planted_errors(output_of: Callable[[str], Any]) -> None:
     """The message about each planted error names what is wrong; the same models without the error pass."""
     results = output_of("planted_types")

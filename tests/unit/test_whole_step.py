@@ -147,6 +147,7 @@ def assert_no_overlap(events: list[dict[str, Any]]) -> None:
         ),
     ],
 )
+@pytest.mark.lab
 def test_skipped_layers_appear_as_if_they_had_run(flags: str, ranks: int, tmp_path: Path) -> None:
     flags = f"--num-layers 10 {flags}"
     few, every = simulated(flags, ranks), simulated(flags, ranks, every_layer=True, every_micro_batch=True)
@@ -306,6 +307,7 @@ def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
 
 
 @names(CASES)
+@pytest.mark.usual(0, 1, 3)
 def test_a_step_takes_as_long_as_its_dry_run(case: Case, gpu: str = "A100-80G") -> None:
     machine, ranks = load(gpu), case.strategy.ranks
     config = parse(flags(case), dict(LLAMA), ranks)
