@@ -154,7 +154,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("world, model, grid", grid_pairs(CASES, once=True))
-@pytest.mark.usual(0, 1, 6)
+@pytest.mark.usual(0, 1, 5, 6)
 def test_losses_gradients_and_norms_are_those_of_the_whole_table(pool, on_one_process, world, model, grid):
     check(
         pool,

@@ -33,7 +33,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 EXAMPLE = ROOT / "examples" / "context_parallel_attention.py"
 # Flags in the pages that our programs lack: of torchrun, ruff, pytest, pip, docker, git, and of extending.md's example.
 OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--gpus",
-          "--full", "--quick", "--schedules", "--signal", "--max-restarts", "--log-greeting"}  # fmt: skip
+          "--full", "--lab", "--quick", "--schedules", "--signal", "--max-restarts", "--log-greeting"}  # fmt: skip
 SETTINGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --attention-dropout 0"
