@@ -22,6 +22,7 @@ from tests.conftest import SLOW
 from tests.distributed import test_fpdt, test_training
 from tests.shared import Shared
 
+pytest_plugins = "pytester"
 ROOT = Path(__file__).parents[2]
 
 # Packages, the lowest first. A module belongs to the package with the longest name that is a prefix of its own name.
@@ -207,6 +208,33 @@ def test_no_pair_of_settings_is_left_for_full_alone(cases: list[tuple[int, str, 
 
     usual = [one.values for one in pairs.grid_pairs(cases) if not one.marks]
     assert held(usual) == held(cases) and len(usual) < len(cases) / 2
+
+
+CASES = """
+import pytest
+
+@pytest.mark.quick
+def test_quick(): pass
+@pytest.mark.parametrize("n", [0, 1, pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.usual(0, 2)
+def test_grids(n): pass
+@pytest.mark.lab
+@pytest.mark.parametrize("n", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_faults(n): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "option, tests",
+    [("", "quick grids[0] grids[3]"), ("--quick", "quick"), ("--lab", "grids[1] faults[0]"),
+     ("--full", "quick grids[0] grids[1] grids[2] grids[3] faults[0] faults[1]")],
+)  # fmt: skip
+def test_which_cases_run(pytester: pytest.Pytester, option: str, tests: str) -> None:
+    pytester.makeconftest("from tests.conftest import *")
+    pytester.makepyfile(CASES)
+    found = pytester.inline_run("-p", "no:cacheprovider", *option.split())
+    ran = [report.nodeid.partition("::test_")[2] for report in found.getreports() if report.when == "call"]
+    assert " ".join(ran) == tests
 
 
 def test_slow_files_exist() -> None:
