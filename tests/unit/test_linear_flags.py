@@ -73,6 +73,8 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{MAMBA} --hybrid-layer-pattern M*", "use --hybrid-override-pattern"),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "needs --is-hybrid-model"),
         ("--lora-rank 4 --lora-targets in_proj", "--lora-targets in_proj is no layer of this model: choose from"),
+        ("--lora-rank 4 --lora-targets v_proj", "--lora-targets v_proj: use linear_qkv, which is q_proj, k_proj"),
+        ("--lora-rank 4 --lora-targets o_proj", "--lora-targets o_proj: use linear_proj, its name here"),
         (f"{GDN} --lora-rank 4 --lora-targets in", "--lora-targets in: not supported; choose from linear_qkv"),
         (
             f"{HYBRID} MMMM --lora-rank 4 --lora-targets linear_qkv",

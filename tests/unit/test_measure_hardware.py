@@ -307,6 +307,9 @@ def test_peaks_equal_those_that_training_uses_for_mfu():
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(Refusal, match="--gpu A100-81G: unknown; use .*A100-80G.*H100-80G"):
         load("A100-81G")
+    with pytest.raises(Refusal, match="^--gpu h100: one of several: use H100-80G or H100-96G-500W$"):
+        load("h100")
+    assert load("b200") == load("B200-192G")
     with pytest.raises(Refusal, match="cannot be read: No such file"):
         load("no/such/machine.json")
 

@@ -485,7 +485,7 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
             "--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
             "--model llama4: not a known shape; choose from gpt",
         ),
-        ("--model llama3-8b --gpus 4 --gpu A100 --seq-length 1M", "--gpu A100: unknown; use A100-40G"),
+        ("--model llama3-8b --gpus 4 --gpu A100 --seq-length 1M", "--gpu A100: one of several: use A100-40G or"),
         ("--model llama3-8b --gpus 13 --gpu A100-80G --seq-length 1M", "use 8 or 16"),
         ("--model llama3-8b --gpus 0 --gpu A100-80G --seq-length 1M", "--gpus 0: give a whole number above 0"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length long", "--seq-length long: give a whole number"),

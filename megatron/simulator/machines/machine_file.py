@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -45,7 +46,7 @@ def load(name_or_path: str | Path) -> Machine:
 
 
 def find(name_or_path: str | Path) -> Path:
-    """The file of a known machine's name, or the path that was given.
+    """The file of a known machine's name, or of the only one that begins with it, or the path that was given.
 
     Raises:
         Refusal: the text is neither a known name, nor ends in ``.json``, nor is the path of a file.
@@ -55,6 +56,11 @@ def find(name_or_path: str | Path) -> Path:
         return path
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
+    begun = [name for name in known() if re.match(f"{re.escape(text)}(?![0-9A-Za-z])", name, re.IGNORECASE)]
+    if len(begun) == 1:
+        return find_known(begun[0])
+    if begun:
+        raise Refusal(f"--gpu {text}: one of several: use {' or '.join(begun)}")
     raise Refusal(f"--gpu {text}: unknown; {_known_names()}, or the path of a JSON file of your own")
 
 

@@ -15,6 +15,12 @@ OF_LATENTS = (
     "linear_kv_up_proj",
 )
 STATE, FFN = ("in_proj", "out_proj"), ("linear_fc1", "linear_fc2")
+JOINED = {  # names of Hugging Face's layers that are one layer here
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj"),
+    "linear_fc2": ("down_proj",),
+}
 LORA_TARGETS = ("linear_qkv", *OF_LATENTS, "linear_proj", *STATE, *FFN)
 
 
@@ -34,6 +40,10 @@ def complete_lora(config: Config) -> None:
         if model.num_experts:
             config.notes.append(f"--lora-rank: experts get no adapters, only {', '.join(targets)}")
     if unknown := [name for name in targets if name not in LORA_TARGETS]:
+        for name, theirs in JOINED.items():
+            if unknown[0] in theirs:
+                others = f"which is {', '.join(theirs[:3])} in one" if len(theirs) > 1 else "its name here"
+                raise Refusal(f"--lora-targets {unknown[0]}", f": use {name}, {others}")
         raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
     if model.multi_latent_attention and "linear_qkv" in targets:
         targets = [name for name in LORA_TARGETS[1:] if name in targets or name in {*OF_LATENTS} & {*own}]
