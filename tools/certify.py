@@ -29,7 +29,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal
+from megatron.training.untrusted.largest_numbers import check_numbers
 from tools.launch_command import grid as size_of_grid
 from tools.launch_command import launch
 
@@ -97,8 +99,20 @@ def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], lis
     if len(words) == 1 and Path(words[0]).exists() and not words[0].endswith(".py"):
         from tools.certify_programs import HuggingFace
 
+        _check_config(Path(words[0]))
         return HuggingFace(words[0]), BOTH, []
     return training_command(words, args.processes)
+
+
+def _check_config(path: Path) -> None:
+    """Refuse a config.json, or a folder with one, that cannot be read or that asks for code."""
+    path = path / "config.json" if path.is_dir() else path
+    config = read_json(path)
+    if not isinstance(config, dict) or "auto_map" in config:
+        asks = "auto_map asks for code from its folder, which is never run"
+        why = asks if isinstance(config, dict) else "not a JSON object"
+        raise Refusal(f"{path}: {why}")
+    check_numbers(config, path)
 
 
 def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[str, int]], list[str]]:

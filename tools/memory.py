@@ -25,6 +25,7 @@ from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import memory_table as tables
 from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal, reason
+from megatron.training.untrusted.largest_numbers import MOST_RANKS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if min(options.gpus, options.tensor, options.pipeline) < 1:
         raise Refusal("--gpus, --tensor and --pipeline must be at least 1")
+    if options.gpus > MOST_RANKS:
+        raise Refusal(f"--gpus {options.gpus}: exceeds {MOST_RANKS:,}; use a smaller number")
     length = tables.size("--seq-length", options.seq_length)
     if options.model:
         shape, name = tables.shape_of(options.model, length), options.model

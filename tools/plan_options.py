@@ -15,6 +15,7 @@ from megatron.simulator.planner.run_cost import Terms, read_prices, read_rates
 from megatron.simulator.planner.search_space import Limits
 from megatron.training.families.named import shape
 from megatron.training.refusal import Refusal
+from megatron.training.untrusted.largest_numbers import MOST_RANKS
 
 SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch", "expert")
 # Share of the device's memory. The formulas for memory are within 2 % of dry runs, and of steps on a CPU, except for
@@ -136,6 +137,8 @@ def on_nodes(text: str, machine: Machine) -> tuple[int, Machine]:
         Refusal: the GPUs cannot be spread evenly over nodes.
     """
     gpus = tokens(text, "--gpus")
+    if gpus > MOST_RANKS:
+        raise Refusal(f"--gpus {gpus}: exceeds {MOST_RANKS:,}; use a smaller number")
     if gpus <= machine.gpus or gpus % machine.gpus == 0:
         return gpus, machine
     cards = machine.network.gpus_per_card

@@ -128,6 +128,21 @@ def test_the_tool_refuses_in_one_line(words: str, message: str, capsys: pytest.C
     assert not out and error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"auto_map": {"AutoConfig": "a.B"}}', "auto_map asks for code"),
+        ("[]", "not a JSON object"),
+        ('{"num_hidden_layers": 100000000}', "'num_hidden_layers' 100000000 is not a number"),
+    ],
+)
+def test_a_config_json_that_asks_for_too_much_is_refused(text: str, message: str, tmp_path, capsys) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert certify.main([str(given)]) == 2
+        assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
+
+
 def test_the_tool_refuses_a_command_as_the_program_does(capsys: pytest.CaptureFixture) -> None:
     assert certify.main("pretrain_gpt.py --num-layers 2".split()) == 2
     assert "--hidden-size" in capsys.readouterr().err

@@ -484,6 +484,9 @@ def test_sizes_of_a_model_have_limits_by_flag():
         ("--num-experts", 2**33, "10,000"),
         ("--vocab-size", 10**18, "1,099,511,627,776"),
         ("--rotary-percent", 1e308, "1,099,511,627,776"),
+        ("--num-attention-heads", 10**8, "100,000"),
+        ("--global-batch-size", 10**8, "4,194,304"),
+        ("--world-size", 10**12, "1,048,576"),
     ):
         with pytest.raises(Refusal, match=f"{flag} .*exceeds ({limit}|2..53); use a smaller number"):
             parse([*words, flag, str(value)], world_size=1)

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.training.refusal import Refusal, short
 
 LARGEST = 1 << 40  # of any number: far above any width, vocabulary or base of RoPE
+MOST_RANKS = 1 << 20  # of a simulated cluster
 MOST_LAYERS, MOST_EXPERTS, MOST_HEADS = 10_000, 10_000, 100_000
 MOST_PIECES = 500_000  # weights of a model, as they are named in files; each expert has its own
 LAYERS = """
@@ -25,7 +26,7 @@ HEADS = """
 EXPERTS = "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok moe_router_topk".split()
 # By the names of settings, here and in config.json: those that code loops over, or that are sizes of a block.
 MOST = dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(EXPERTS, MOST_EXPERTS) | dict.fromkeys(HEADS, MOST_HEADS)
-MOST |= {"weight_block_size": 1 << 20, "global_batch_size": 1 << 22}
+MOST |= {"weight_block_size": 1 << 20, "global_batch_size": 1 << 22, "world_size": MOST_RANKS}
 MAY_BE_INFINITE = ("time_step_limit", "model_max_length")  # of transformers; nothing here reads them
 
 
