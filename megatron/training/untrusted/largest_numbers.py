@@ -27,7 +27,7 @@ EXPERTS = "num_experts num_local_experts n_routed_experts n_shared_experts num_e
 # By the names of settings, here and in config.json: those that code loops over, or that are sizes of a block.
 MOST = dict.fromkeys(LAYERS, MOST_LAYERS) | dict.fromkeys(EXPERTS, MOST_EXPERTS) | dict.fromkeys(HEADS, MOST_HEADS)
 MOST |= {"weight_block_size": 1 << 20, "global_batch_size": 1 << 22, "world_size": MOST_RANKS}
-MAY_BE_INFINITE = ("time_step_limit", "model_max_length")  # of transformers; nothing here reads them
+MAY_BE_INFINITE = ("time_step_limit", "model_max_length")  # transformers writes infinity there
 
 
 def most(name: str) -> int:

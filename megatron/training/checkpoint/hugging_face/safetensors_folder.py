@@ -266,7 +266,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 # The names of all files that a conversion writes; those that it copies are listed in COPIED while it runs.
-COPIED = "copied_files.json"
+COPIED = ".files_copied_by_conversion.json"
 CONVERTED = ("*.safetensors", "config.json", "adapter_config.json", INDEX, HEADERS, TRACKER, COPIED, *WRITTEN)
 
 
