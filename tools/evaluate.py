@@ -35,11 +35,12 @@ DEFAULTS = {"checkpoint.use_checkpoint_args": True, "data.micro_batch_size": 1, 
 LOADS = ("--load", "--pretrained-checkpoint")
 TOKENIZER = {"--tokenizer-type", "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file", "--vocab-file",
              "--merge-file", "--vocab-size"}  # fmt: skip
-DATA = {"--data-path", "--mock-data", "--data-args-path", "--data-file-list", "--per-split-data-args-path"} | {
+DATA = {"--data-path", "--mock-data", "--data-config", "--data-args-path", "--data-file-list",
+        "--per-split-data-args-path"} | {
     f"--{split}-{source}"
     for split in ("train", "valid", "test")
     for source in ("data-path", "weighted-split-paths", "weighted-split-paths-path")
-}
+}  # fmt: skip
 TOKENIZER_SETTINGS = {f"data.{name[2:].replace('-', '_')}" for name in TOKENIZER} | {
     "data.tiktoken_pattern", "data.tiktoken_num_special_tokens", "model.vocab_size",
 }  # fmt: skip
