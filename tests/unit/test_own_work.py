@@ -92,7 +92,6 @@ def text_tools(folder: Path) -> None:
 
 
 def of_files(folder: Path) -> None:
-    write(folder)
     for words in (["split", "w", "--shares", "1", "1", "--output-prefix", "s", "--overwrite"],
                   ["dedup-exact", "w", "--output-prefix", "d", "--overwrite"],
                   ["lengths", "w", "--plot", "l.png"],
@@ -110,7 +109,7 @@ TOOLS: dict[str, Callable[[Path], object]] = {
     "merge": merge_after_shards,
     "merge and keep": lambda folder: merge_after_shards(folder, "--keep-parts", "--overwrite"),
     "text": text_tools,
-    "files": of_files,
+    "files": lambda folder: [write(folder), of_files(folder)],
     "index cache": lambda folder: [write(folder), samples(folder)],
     "packing plan": lambda folder: [write(folder), samples(folder, "best-fit")],
 }
