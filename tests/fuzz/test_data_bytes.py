@@ -20,9 +20,10 @@ def test_inputs_that_were_kept(reader, tmp_path):
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+@pytest.mark.lab
 def test_extreme_numbers(reader, tmp_path, pytestconfig):
-    """All of them with FUZZ or --full."""
-    most = None if pytestconfig.getoption("--full") or "FUZZ" in os.environ else 5
+    """The laboratory tries 100 of them, all with FUZZ or --full."""
+    most = None if pytestconfig.getoption("--full") or "FUZZ" in os.environ else 100
     check(reader, harness.run(reader, harness.extremes(reader, most), tmp_path))
 
 
