@@ -65,7 +65,7 @@ setup(
     cmdclass={"build_py": WithPrograms},
     install_requires=[
         "torch>=2.6",
-        "megatron-core>=0.16,<0.17",
+        "megatron-core>=0.16,<0.20",
         "einops",  # megatron-core's hierarchical groups need it and do not declare it
         "psutil>=5.6.6",  # so do its checkpoints; earlier versions have CVE-2019-18874
         "numpy>=1.22",  # earlier versions have CVE-2021-41496

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import (
@@ -32,7 +31,7 @@ from torch.utils.data import Dataset
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, union
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.schedule import check_stage, length_in_step, samples_after, schedule_unit
+from megatron.training.arguments.schedule import BatchSizes, check_stage, length_in_step, samples_after, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
@@ -69,7 +68,7 @@ class Job:
     progress: Progress
     datasets: tuple[Dataset | None, Dataset | None, Dataset | None]
     named: dict[str, dict[str, Dataset | None]]  # several sets: by "validation" and "test", then by name
-    batch_sizes: Any  # core's calculator of micro-batches per step
+    batch_sizes: BatchSizes
     iterations: int
     vocab_size: int
     eod: int
@@ -115,14 +114,9 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     on_disk = iteration_of(latest)
     in_memory = newest(copies, on_disk, config.notes) if copies else None
     path = choose_whole(latest, config.checkpoint, config.notes) if latest and not in_memory else None
-    batch_sizes = _build_num_microbatches_calculator(
-        dist.get_rank(),
-        config.data.rampup_batch_size,
-        config.data.global_batch_size,
-        config.data.micro_batch_size,
-        data_parallel_size(config, dist.get_world_size()),
-        False,
-    )
+    data = config.data
+    of_all_ranks = data.micro_batch_size * data_parallel_size(config, dist.get_world_size())
+    batch_sizes = BatchSizes(data.rampup_batch_size, data.global_batch_size, of_all_ranks)
     reset = config.checkpoint.reset_iteration
     done = checkpoint.progress_in(path, config.checkpoint) if path and not reset else Progress()
     done = in_memory.progress if in_memory else done

@@ -278,8 +278,11 @@ def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | Non
 
 def quiet() -> None:
     """Silence warnings of libraries that do not concern a run."""
+    from megatron.platform.core_versions import silence_notices  # imports torch, which --help does not need
+
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
+    silence_notices()
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
 
 

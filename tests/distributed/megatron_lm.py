@@ -11,6 +11,7 @@ import importlib
 import random
 from argparse import Namespace
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.platform.core_versions import submodules_of
 from tests.distributed.training_runs import make_job
 
 # megatron-core's attention and RoPE, which our models do not use.
@@ -92,7 +94,7 @@ def engine_spec(normalization: str) -> Any:
     layer.sharded_state_dict_keys_map = {}
     layer.self_attention.submodules.linear_qkv = NormAndLinear
     layer.self_attention.submodules.core_attention = Attention
-    layer.mlp.submodules.linear_fc1 = NormAndLinear
+    submodules_of(layer.mlp).linear_fc1 = NormAndLinear
     return spec
 
 
@@ -326,8 +328,10 @@ def save(run: Megatron, folder: str, iteration: int, kind: str | None, *, core_w
     if core_writer:
         path.mkdir(parents=True, exist_ok=True)
         dist.barrier()
+        has_sums = "verify_integrity" in signature(dist_checkpointing.save).parameters  # since 0.19
+        more = {"verify_integrity": True} if has_sums else {}
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
-        dist_checkpointing.save(state, str(path), strategy, content_metadata=content)
+        dist_checkpointing.save(state, str(path), strategy, content_metadata=content, **more)
     else:  # core's writer would start processes; its files are the same (test_checkpoint.py)
         going = Save(path, lambda: state, content, lambda: (path / "checksums.json").unlink())
         going.write()

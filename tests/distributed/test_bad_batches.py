@@ -69,7 +69,7 @@ def spoil(corpus: Path, steps: int, step: int, token: int) -> int:
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 100)
     dataset, _, _ = build_datasets(config, tokenizer, (2 * steps, 0, 0))
     seen = set(np.linspace(0, DOCUMENTS - 1, 64).astype(np.int64).tolist())
-    read = [set(dataset._query_document_sample_shuffle_indices(n)[1].tolist()) for n in range(2 * step)]
+    read = [set(dataset.tokens_and_documents(n)[1].tolist()) for n in range(2 * step)]
     document = min(read[2 * step - 1] - seen.union(*read[: 2 * step - 1]))
     with open(f"{corpus}.bin", "r+b") as file:
         file.seek(4 * document * LENGTH)

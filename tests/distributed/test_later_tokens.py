@@ -140,6 +140,7 @@ def test_losses_and_gradients_do_not_depend_on_the_grid(pool, reference, world, 
 def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradients of a step on one process, with each label looked up one by one."""
     from megatron.context_parallel.layout.documents import restart
+    from megatron.platform.core_versions import inner_layer
     from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
 
@@ -174,7 +175,7 @@ def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tenso
                         kept[sample, place] = mask[sample, place + number]
             embedded = functional.embedding(later, model.embedding.word_embeddings.weight).transpose(0, 1)
             both = torch.cat((norm(layer.enorm, embedded), norm(layer.hnorm, hidden)), dim=-1)
-            hidden, _ = layer.transformer_layer(both @ layer.eh_proj.weight.t(), ends)
+            hidden, _ = inner_layer(layer)(both @ layer.eh_proj.weight.t(), ends)
             hidden = norm(layer.final_layernorm, hidden)
             logits = (hidden @ model.output_layer.weight[:vocabulary].t()).transpose(0, 1)
             each = functional.cross_entropy(logits.flatten(0, 1), label.flatten(), reduction="none")

@@ -9,13 +9,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training import job
 from megatron.training.arguments.config import Config
+from megatron.training.arguments.schedule import BatchSizes
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.check_memory import attention_chunks, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
@@ -84,9 +84,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         schedule = vars(optimizer.build_schedule(groups, config))
         result |= {f"schedule.{name}": value for name, value in schedule.items() if name != "optimizer"}
     data = config.data
-    sizes = _build_num_microbatches_calculator(
-        0, data.rampup_batch_size, data.global_batch_size, data.micro_batch_size, grid.data.size, False
-    )
+    sizes = BatchSizes(data.rampup_batch_size, data.global_batch_size, data.micro_batch_size * grid.data.size)
     iterations, samples = job.length_of_run(config, sizes)
     result |= {"iterations": iterations, "samples": samples, "micro-batches": sizes.get()}
     result |= {"evaluations": job.evaluations(config, iterations)}

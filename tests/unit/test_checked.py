@@ -25,12 +25,11 @@ from megatron.training.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
 # Modules that open files of weights. Each either gets its path from a Checked object, which only checked.py makes, or
-# compares the checksum itself. checksums.py writes the list of checksums.
+# compares the checksum itself.
 READERS = {
     "context_parallel/certifying/processes_of_program.py",  # opens results of its own processes, not weights
     "training/checkpoint/megatron_lm/checked.py",
-    "training/checkpoint/checksums.py",
-    "training/checkpoint/megatron_lm/places.py",  # reads only the identity of a run
+    "training/checkpoint/megatron_lm/places.py",  # reads only the common state
     "training/checkpoint/older_formats.py",
     "training/checkpoint/hugging_face/safetensors_folder.py",
     "training/checkpoint/in_memory/copy_file.py",

@@ -389,14 +389,12 @@ def test_schedules_by_tokens():
     ],
 )
 def test_length_of_run(length: str, expected: int | None, ramp: str):
-    from megatron.core.num_microbatches_calculator import _build_num_microbatches_calculator
-
-    from megatron.training.arguments.schedule import samples_after
+    from megatron.training.arguments.schedule import BatchSizes, samples_after
     from megatron.training.job import length_of_run
 
     config = parse(f"{SHAPE} {RUN} {length} {ramp}".split(), LLAMA, 1)
     data = config.data
-    calculator = _build_num_microbatches_calculator(0, data.rampup_batch_size, data.global_batch_size, 1, 1, False)
+    calculator = BatchSizes(data.rampup_batch_size, data.global_batch_size, 1)
     iterations, samples = length_of_run(config, calculator)
     assert samples == samples_after(config, iterations)
     if expected is not None:

@@ -29,7 +29,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
     from megatron.core.transformer.moe.router import Router
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -48,6 +48,7 @@ from megatron.context_parallel.core.expert_choice import (
 )
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.autograd import once_differentiable
+from megatron.platform.core_versions import submodules_of
 from megatron.platform.hooks import replaceable
 
 SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  # they follow the counts in ``seen``
@@ -345,8 +346,8 @@ class Experts(MoELayer):
     """megatron-core's mixture of experts with our router, on GPUs and CPUs."""
 
     def __init__(self, config: TransformerConfig, rule: RouterRule, layer_number: int) -> None:
-        spec: MoESubmodules = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts).submodules
-        spec.router = lambda config, pg_collection: ExpertRouter(config, pg_collection, rule)
+        spec = submodules_of(get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts))
+        spec.router = lambda config, pg_collection, **_: ExpertRouter(config, pg_collection, rule)
         groups = get_default_pg_collection()
         super().__init__(config, spec, layer_number, groups)
         if config.moe_token_dispatcher_type == "alltoall":

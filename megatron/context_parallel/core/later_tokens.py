@@ -24,6 +24,8 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megatron.platform.core_versions import inner_layer, inner_layer_name
+
 
 class LaterTokenLayer(MultiTokenPredictionLayer):
     """One more transformer layer, from hidden states and the embeddings of tokens further on."""
@@ -48,15 +50,16 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
     def _layer(self, hidden: Tensor, embedded: Tensor, samples: Tensor | None, places: Tensor | None) -> Tensor:
         """As core's, which has no argument for ``places``."""
         with_experts = {} if places is None else {"padding_mask": places}
-        hidden, _ = self.transformer_layer(self._concat_embeddings(hidden, embedded), samples, **with_experts)
+        hidden, _ = inner_layer(self)(self._concat_embeddings(hidden, embedded), samples, **with_experts)
         return self._postprocess(hidden)
 
 
 def later_token_layers(number: int, block: TransformerBlockSubmodules) -> MultiTokenPredictionBlockSubmodules:
     """``number`` layers that are built like the last one of ``block``."""
     layer, norm = block.layer_specs[-1], block.layer_norm
+    inner = {inner_layer_name(MultiTokenPredictionLayerSubmodules.__annotations__): layer}
     parts = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=norm
+        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, layer_norm=norm, **inner
     )
     spec = ModuleSpec(module=LaterTokenLayer, submodules=parts)
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * number)

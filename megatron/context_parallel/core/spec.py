@@ -49,6 +49,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.layout.grid import Axis
+from megatron.platform.core_versions import submodules_of
 
 INPUTS_CUT = ("linear_proj", "linear_fc2", "out_proj")  # layers whose inputs are split over TP
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "LayerRule", "Norm",
@@ -305,9 +306,10 @@ def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> No
     if transformer_engine:
         raise ValueError("lora does not support Transformer Engine's layers: use transformer_engine=False")
     for part in (layer.submodules.self_attention, layer.submodules.mlp):
-        for name in vars(part.submodules):
+        parts = submodules_of(part)
+        for name in vars(parts):
             if name in lora.targets:
-                setattr(part.submodules, name, _linear(name, lora))
+                setattr(parts, name, _linear(name, lora))
 
 
 def _linear(name: str, lora: Lora | None) -> type | ModuleSpec:

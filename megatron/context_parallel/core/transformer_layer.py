@@ -33,6 +33,7 @@ from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding
+from megatron.platform.core_versions import numbered_after_model
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ class LongContextLayer(TransformerLayer):
         parallel_residual: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        config = args[0] if args else kwargs["config"]
+        super().__init__(*args, **numbered_after_model(kwargs, config.num_layers))
         self.parallel_residual, self.attended = parallel_residual, None
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if output_norm is not None:
@@ -331,10 +333,10 @@ class ChunkedTransformerLayer(LongContextLayer):
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 
     def _forward_mlp(
-        self, hidden_states: Tensor, inference_context: None = None, padding_mask: Tensor | None = None
+        self, hidden_states: Tensor, inference_context: None = None, padding_mask: Tensor | None = None, **rest: Any
     ) -> Tensor:
         if not self.chunks.ffn_chunks or not self.has_ffn:
-            return super()._forward_mlp(hidden_states, inference_context, padding_mask)
+            return super()._forward_mlp(hidden_states, inference_context, padding_mask, **rest)
         return self._ffn_in_chunks(hidden_states, self.dropout, padding_mask)
 
     def _ffn_in_chunks(

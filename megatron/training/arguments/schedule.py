@@ -233,3 +233,40 @@ def _counted(stage: Stage, iterations: int) -> tuple[int, int]:
         more = max(min(end, iterations) - start, 0) * batch
         samples, tokens = samples + more, tokens + more * length
     return samples, tokens
+
+
+class BatchSizes:
+    """The current number of micro-batches.
+
+    Args:
+        ramp: the first batch size, its increment, and the samples after which it is ``final``; None if it is constant.
+        together: samples of one micro-batch of all data-parallel ranks.
+    """
+
+    def __init__(self, ramp: Sequence[int] | None, final: int, together: int) -> None:
+        self.final, self.together, self.ramp = final, together, None
+        if ramp is not None:
+            first, increment, samples = ramp
+            if final < first or (final - first) % increment:
+                raise ValueError(f"from {first} to {final} in steps of {increment}")
+            steps = (final - first) // increment
+            self.ramp = (first, increment, samples, samples / steps) if steps else None
+        elif final % together:
+            raise ValueError(f"the batch size {final} is not divisible by {together}")
+        self.update(0)
+
+    def update(self, consumed_samples: int, *_: bool) -> None:
+        """Choose the size of the step that follows so many samples."""
+        self.current = self.final
+        if self.ramp is not None:
+            first, increment, samples, each = self.ramp
+            if consumed_samples <= samples:
+                self.current = first + int(consumed_samples / each) * increment
+
+    def get(self) -> int:
+        """Micro-batches per step."""
+        return self.current // self.together
+
+    def get_current_running_global_batch_size(self) -> int:
+        """Samples per step."""
+        return self.current

@@ -19,10 +19,9 @@ from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.checkpoint_folder import VALIDATION, checkpoints_before
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
-from megatron.training.checkpoint.megatron_lm import unpickle
-from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, examine, files_of, way_out
+from megatron.training.checkpoint.megatron_lm.checked import Checked, examine, files_of, way_out
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, HUGGING_FACE, Damaged, FileList, sum_of
-from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
+from megatron.training.checkpoint.megatron_lm.places import common_state, is_hugging_face
 from megatron.training.checkpoint.rank_file import write_bytes
 from megatron.training.refusal import Refusal
 
@@ -49,7 +48,7 @@ def list_files(path: Path) -> FileList:
     else:
         names, number = files_of(path), path.name.removeprefix("iter_")
         names |= {VALIDATION} & {file.name for file in path.iterdir()}
-        common = unpickle.read(path / COMMON)
+        common = common_state(path)
         progress = common.get("progress") if isinstance(common, dict) else None
         run = progress.get("run", "") if isinstance(progress, dict) else ""
         about = {"folder": path.name, "iteration": int(number) if number.isdigit() else None, "run": run}

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
@@ -27,6 +26,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _restore_dict_types,
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
 )
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
@@ -54,11 +59,24 @@ def load_state(state: dict[str, Any], path: Checked, *, whole_tensors_once: bool
         Refusal: on every rank; a tensor is damaged or missing, has another shape, or could run code.
     """
     with _refusals(path), readable(path.path):
-        loaded = dist_checkpointing.load(
-            state, str(path), _LoadTensors(path), _LoadCommon(path), validate_access_integrity=whole_tensors_once
-        )
+        loaded = _load(state, path, whole_tensors_once)
     check_engine_states(loaded, path)
     return loaded
+
+
+def _load(state: dict[str, Any], path: Checked, whole_tensors_once: bool) -> dict[str, Any]:
+    """The steps of core's ``dist_checkpointing.load``, which from 0.17 on reads ``common.pt`` itself."""
+    force_all_tensors_to_non_fp8(state)
+    state, not_stored, factories = load_preprocess(state)
+    loaded = path.common()
+    merge(loaded, not_stored)
+    state, _ = extract_sharded_base(state)
+    local, all_ranks = determine_global_metadata(state) if whole_tensors_once else (None, None)
+    state, _, _ = validate_integrity_and_strict_load(
+        state, parse_strict_flag("assume_ok_unexpected"), whole_tensors_once, local, all_ranks, None
+    )
+    merge(loaded, _LoadTensors(path).load(state, path.path))
+    return apply_factory_merges(loaded, factories)
 
 
 def tensors_in(path: Checked) -> dict[str, ShardedTensor]:
@@ -129,15 +147,6 @@ class _Planner(MCoreLoadPlanner):
         name = read_item.dest_index.fqn
         read = unpickle.read_bytes(value.getvalue(), name, complete=True)
         set_element(self.original_state_dict, self.mappings[name], read)
-
-
-class _LoadCommon(TorchCommonLoadStrategy):
-    def __init__(self, checked: Checked) -> None:
-        super().__init__()
-        self._checked = checked
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return self._checked.common()
 
 
 class _LoadTensors(TorchDistLoadShardedStrategy):

@@ -24,11 +24,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron.platform.core_versions import GROUP_KEYS
 from megatron.training.refusal import Refusal
 
 # METADATA is copied for every call, because core writes process groups into it.
@@ -324,4 +324,4 @@ def _tensors(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> dict[str,
 
 def _identity(group: dict[str, Any]) -> tuple:
     """The values by which groups are matched: core's identifiers, except the mark of partitioned positions."""
-    return tuple(group[key] for key in param_group_identifier_keys if key != PARTITIONED)
+    return tuple(group[key] for key in GROUP_KEYS if key != PARTITIONED)

@@ -24,6 +24,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from megatron.context_parallel.layout.spans import Spans
+from megatron.platform.core_versions import sample_parts
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_split, portion
 from megatron.training.arguments.schedule import samples_after
@@ -380,8 +381,11 @@ class TokenDataset(GPTDataset):
     def numel_low_level_dataset(low_level_dataset: TokenFile) -> int:
         return len(low_level_dataset)
 
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int64 [seq_length + 1] of a sample, and their documents, as core's method of that name.
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple:
+        return sample_parts(*self.tokens_and_documents(idx), self.config)
+
+    def tokens_and_documents(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int64 [seq_length + 1] of a sample, and their documents.
 
         Raises:
             DataError: an id is outside the vocabulary, or a file cannot be read.
@@ -517,7 +521,7 @@ class PackedDataset(TokenDataset):
             np.save(path, array)
         return arrays
 
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+    def tokens_and_documents(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         first, last = self.sample_index[idx : idx + 2].tolist()
         if not 0 <= first < last <= len(self.document_index):
             raise self._damaged()
@@ -532,8 +536,8 @@ class FimDataset(TokenDataset):
         """The whole sample, because its texts are cut anywhere."""
         return self[idx]
 
-    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        text, documents = super()._query_document_sample_shuffle_indices(idx)
+    def tokens_and_documents(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        text, documents = super().tokens_and_documents(idx)
         # The number of documents distinguishes the files of a blend, independent of their paths.
         key = (self.config.random_seed, self.index_split.value, len(self.dataset), idx)
         filled, tokenizer = fill_in(text, self.config.fim, generator(*key)), self.config.tokenizer

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron.platform.core_versions import inner_layer
 from megatron.training.arguments.config import Config
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
@@ -95,7 +96,7 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     free = config.parallel.zero_stage == 3
     ignored = partitioned_parameters(chunk)
     layers, units = list(chunk.decoder.layers), []
-    layers += [layer.transformer_layer for layer in chunk.mtp.layers] if chunk.mtp_process else []
+    layers += [inner_layer(layer) for layer in chunk.mtp.layers] if chunk.mtp_process else []
 
     def make_unit(module: nn.Module, *, free: bool) -> None:
         module.float()

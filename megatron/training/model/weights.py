@@ -23,6 +23,7 @@ from megatron.context_parallel.core.lora import is_adapter
 from megatron.context_parallel.core.mixers.mamba2 import WIDTH
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.core_versions import inner_layer
 from megatron.training.arguments.config import Config
 
 # megatron-core's names of the weights that are split over TP ranks, by the dim of the split.
@@ -48,12 +49,13 @@ def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     tied = getattr(chunk, "share_embeddings_and_output_weights", False)
     for name, parameter in chunk.named_parameters():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-        later = re.match(r"mtp\.layers\.(\d+)\.transformer_layer\.", name)
+        later = re.match(r"(mtp\.layers\.(\d+)\.)(?:transformer|mtp_model)_layer\.(.*)", name)
         if match:
             layer = chunk.decoder.layers[int(match[1])]
             name = f"decoder.layers.{layer.layer_number - 1}.{_with_number_of_expert(match[2], layer)}"
         elif later:
-            name = _with_number_of_expert(name, chunk.mtp.layers[int(later[1])].transformer_layer)
+            layer = inner_layer(chunk.mtp.layers[int(later[2])])
+            name = f"{later[1]}transformer_layer.{_with_number_of_expert(later[3], layer)}"
         elif tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         yield name, parameter

@@ -43,6 +43,7 @@ class GatedDeltaNet(StateMixer):
         exchange: str = "auto",
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: object,  # since 0.18 core passes ``name`` and more
     ) -> None:
         self.key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         size = pg_collection.tp.size()

@@ -49,6 +49,7 @@ class LatentAttention(Attention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: object,  # since 0.18 core passes ``name`` and more
     ) -> None:
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
         heads, hidden, queries = config.num_attention_heads, config.hidden_size, config.hidden_size

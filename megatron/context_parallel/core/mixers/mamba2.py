@@ -55,6 +55,7 @@ class Mamba2(StateMixer):
         dt_min: float = 0.0,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **_: object,  # since 0.18 core passes ``name`` and more
     ) -> None:
         size = pg_collection.tp.size()
         heads, self.groups = config.mamba_num_heads // size, config.mamba_num_groups // size

@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+    from megatron.core.ssm.mamba_mixer import _split_tensor_factory  # in 0.19 it moved to ssm.utils
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule

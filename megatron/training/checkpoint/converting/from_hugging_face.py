@@ -43,7 +43,6 @@ from megatron.training.refusal import Refusal
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint import checkpoint
@@ -176,7 +175,7 @@ def _save(
     }
     folder.mkdir()
     with one_process(), without_inner_sums():
-        dist_checkpointing.save(state, str(folder), LazySave(compute, done), content_metadata=dict(checkpoint.METADATA))
+        LazySave(compute, done).save(state, folder, dict(checkpoint.METADATA))
     list_files(folder)
 
 

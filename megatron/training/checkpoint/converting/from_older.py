@@ -27,7 +27,6 @@ from megatron.training.refusal import Refusal, some
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
-    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint.checksums import check, list_files
@@ -167,7 +166,7 @@ def _save(
     }
     folder.mkdir()
     with one_process():
-        dist_checkpointing.save(state, str(folder), LazySave(compute, done), content_metadata=dict(METADATA))
+        LazySave(compute, done).save(state, folder, dict(METADATA))
     list_files(folder)
 
 

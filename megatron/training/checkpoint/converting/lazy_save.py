@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -32,21 +33,25 @@ from megatron.training.refusal import reason
 Compute = Callable[[ShardedTensor], Tensor]
 
 
-class LazySave(SaveShardedStrategy):
-    """A strategy for ``dist_checkpointing.save`` on one process.
+class LazySave:
+    """What ``dist_checkpointing.save`` does, on one process.
 
     Args:
         compute: returns the data of a ShardedTensor, which may be on the meta device; called in order.
         done: called after each tensor.
     """
 
-    can_handle_sharded_objects = True
-
     def __init__(self, compute: Compute, done: Callable[[], Any]) -> None:
-        super().__init__("torch_dist", 1)
         self.compute, self.done = compute, done
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+    def save(self, state: dict[str, Any], checkpoint_dir: str | Path, content_metadata: dict[str, Any]) -> None:
+        """Write a complete folder. Raises OSError."""
+        sharded, common = save_preprocess({**state, "content_metadata": content_metadata})
+        torch.save(common, Path(checkpoint_dir) / "common.pt")
+        self.save_tensors(sharded, checkpoint_dir)
+        save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint_dir))
+
+    def save_tensors(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         """Write the tensors and objects. Raises OSError."""
         planner = _LazyPlanner(list(nested_values(sharded_state_dict)), self.compute, self.done)
         # No read-ahead, because it would create a GPU stream; new_folder syncs the complete folder later.

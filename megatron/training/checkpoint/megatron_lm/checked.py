@@ -26,29 +26,37 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
     HUGGING_FACE,
     Damaged,
+    check_integrity,
     crc32_of_file,
     how_to_list,
     outside,
     read_list,
 )
-from megatron.training.checkpoint.megatron_lm.places import is_hugging_face
+from megatron.training.checkpoint.megatron_lm.places import (
+    COMMON,
+    METADATA,
+    common_state,
+    files_of_state,
+    is_hugging_face,
+    place_of_state,
+)
 from megatron.training.checkpoint.megatron_lm.torch_saved import Window
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
 from megatron.training.untrusted.largest_numbers import LARGEST, MOST, most
 from megatron.training.untrusted.links import file_in
 
-# ``common.pt`` holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
+# The common state holds settings and progress. Their types and ranges are checked here, so readers can rely on them.
 SECTIONS = ("model", "data", "optimizer", "attention")  # sections of the settings that are read
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """``common.pt`` of the checkpoint ``path``.
+    """The state of the checkpoint ``path`` apart from its tensors, of ``common.pt`` or where else it lies.
 
     Raises:
         Refusal: it cannot be read, or a setting in it has an impossible value.
     """
-    common = unpickle.read(path / "common.pt")
+    common = common_state(path)
     if not isinstance(common, dict) or not all(isinstance(name, str) for name in common):
         raise Refusal(f"checkpoint {path}: common.pt does not contain a dictionary of a checkpoint's state")
     if "config" in common:
@@ -169,7 +177,7 @@ def _check(path: Path, part: Window) -> bool:
     return True
 
 
-COMMON, METADATA, FORM = "common.pt", ".metadata", "metadata.json"
+FORM = "metadata.json"
 TORCH_FILES = (  # files that are read from Megatron-LM's format torch and DeepSpeed's universal checkpoints
     "mp_rank_*/model_optim_rng.pt",
     "mp_rank_00_model_states.pt",
@@ -202,7 +210,12 @@ class Checked:
 
     def common(self) -> dict[str, Any]:
         """The state apart from tensors, which is the same on all ranks. Raises Refusal if it cannot be read."""
-        self.file(COMMON)
+        try:
+            names = files_of_state(self.path)
+        except OSError:
+            names = (COMMON,)
+        for name in names:
+            self.file(name)
         return read_common(self.path)
 
     def metadata(self) -> Any:
@@ -219,7 +232,8 @@ def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] =
     Args:
         share, shares: compare the sizes of all files, and the contents of every ``shares``-th file from number
             ``share`` on; other ranks compare the rest.
-        only: compare only these files, and give access to no others.
+        only: compare only these files, and give access to no others. The common state may lie in other files than
+            ``common.pt``; then these take its place.
 
     Raises:
         Damaged: a file is damaged; the message names the first.
@@ -268,19 +282,24 @@ def _opened(path: Path, names: Iterable[str], only: Collection[str], unchecked: 
 def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Checked:
     """A folder with ``checksums.json``, written by this program."""
     listed = read_list(path / CHECKSUMS)
-    needed = ("config.json",) if listed.form == HUGGING_FACE else (COMMON, METADATA, FORM)
+    common = () if listed.form == HUGGING_FACE else files_of_state(path)
+    needed = (*common, METADATA, FORM) if common else ("config.json",)
     if missing := [name for name in needed if name not in listed.files]:
         raise Damaged(f"{path / CHECKSUMS} does not name {missing[0]}")
     if listed.folder not in (None, path.name):
         of_run = f" of run {listed.run}" if listed.run else ""
         raise Damaged(f"it was written as {listed.folder}{of_run}: give the folder this name again")
+    only = _in_place(only, common)
     names = [name for name in listed.files if name in only or not only]
     for name in names:
         size = file_in(path, name).stat().st_size
         if size != listed.files[name].size:
             raise Damaged(f"{path / name} has {size} bytes, {listed.files[name].size} were written")
+    partly = common[1:] if only else ()  # at a glance, a file that holds the state among tensors is not read whole
+    for name in partly:
+        check_torch_files_in(path / name, [place_of_state(path)[1:]])
     for name in names[share::shares]:
-        if crc32_of_file(path / name) != listed.files[name].crc32:
+        if name not in partly and crc32_of_file(path / name) != listed.files[name].crc32:
             raise Damaged(f"{path / name} is not what was written (its CRC-32 differs)")
     # A list of version 1 has no checksum of its own, so entries may be missing.
     if listed.version == 1 and not only and share == 0:
@@ -294,13 +313,14 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
 
     Our files without a list have the sums of ``torch.save``; those with a list do not.
     """
-    for name in only or (FORM, COMMON, METADATA):
-        file_in(path, name)
-    summed = check_torch_file(path / COMMON)
+    common, (name, *place) = files_of_state(path), place_of_state(path)
+    for needed in common if only else (FORM, METADATA, *common):
+        file_in(path, needed)
+    summed = check_torch_files_in(path / name, [place])
     if only:
-        return _opened(path, (COMMON,), only, False)
+        return _opened(path, common, _in_place(only, common), False)
     _check_json(path / FORM)
-    common = unpickle.read(path / COMMON)
+    state = common_state(path)
     files: dict[str, list[tuple[int, int]]] = {}
     for place in _places_in(path):
         files.setdefault(place.relative_path, []).append((place.offset, place.length))
@@ -308,17 +328,25 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
         size, end = file_in(path, name).stat().st_size, max(offset + length for offset, length in places)
         if size < end:
             raise Damaged(f"{path / name} has {size} bytes, at least {end} were written")
+    names = {FORM, METADATA, *common, *files}
+    if check_integrity(path, names, share, shares):
+        return _opened(path, names, only, False)
     for name in sorted(files)[share::shares]:
         if not check_torch_files_in(path / name, files[name]):
-            if isinstance(common, dict) and "config" in common:
+            if isinstance(state, dict) and "config" in state:
                 raise Damaged(f"{path / CHECKSUMS} is missing (the list of its files); {how_to_list(path)}")
             summed = False
-    return _opened(path, (FORM, COMMON, METADATA, *files), only, not summed)
+    return _opened(path, names, only, not summed)
+
+
+def _in_place(only: Collection[str], common: Collection[str]) -> set[str]:
+    """``only``, with the files of the common state in place of ``common.pt``."""
+    return {file for name in only for file in (common if name == COMMON else (name,))}
 
 
 def files_of(path: Path) -> set[str]:
     """The names of the files of a ``torch_dist`` checkpoint. Raises Refusal if they cannot be read."""
-    return {COMMON, METADATA, FORM} | {place.relative_path for place in _places_in(path)}
+    return {METADATA, FORM, *files_of_state(path)} | {place.relative_path for place in _places_in(path)}
 
 
 def _places_in(path: Path) -> Iterator[Any]:

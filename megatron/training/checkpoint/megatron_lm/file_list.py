@@ -3,10 +3,13 @@
 
 It holds the size and CRC-32 of each file, the checkpoint's form, folder, iteration and run, and a CRC-32 of all this.
 Lists of version 1 (November 2026) hold only the files, as {name: {"size": ..., "crc32": ...}}.
+
+megatron-core's own list is ``integrity.json``, with the SHA-256 of each file. From 0.19 on core writes it on request.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -15,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.untrusted.links import file_in
 
-CHECKSUMS = "checksums.json"
+CHECKSUMS, INTEGRITY = "checksums.json", "integrity.json"
 VALIDATION = "validation_loss.json"  # in a checkpoint that was evaluated when it was saved
 # Names of all files that this program writes into a checkpoint's folder; others there are the user's.
 WRITTEN = ("__*.distcp", ".metadata", "metadata.json", "common.pt", CHECKSUMS, VALIDATION)
@@ -113,3 +117,43 @@ def sum_of(path: Path) -> Sum:
 def _crc32_of(table: Mapping[str, Any]) -> int:
     """CRC-32 of a list's contents, independent of the JSON's whitespace and order."""
     return zlib.crc32(json.dumps(table, sort_keys=True, separators=(",", ":")).encode())
+
+
+def check_integrity(path: Path, names: Iterable[str], share: int = 0, shares: int = 1) -> bool:
+    """Compare files of the folder ``path`` with their sums; False if it has none.
+
+    Args:
+        names: the checkpoint's files, all of which must have a sum.
+        share, shares: compare only every ``shares``-th file, from number ``share`` on.
+
+    Raises:
+        Damaged: a file differs from its sum or has none, or the sums cannot be read.
+        OSError: a file cannot be read.
+    """
+    if not (path / INTEGRITY).exists():
+        return False
+    where = file_in(path, INTEGRITY)
+    try:
+        table = parse_json(read_bytes(where), unique=True)
+        kind, sums = table.get("algorithm", "sha256"), table["files"]
+        sound = kind == "sha256" and all(isinstance(text, str) for pair in sums.items() for text in pair)
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        sound = False
+    if not sound or outside(sums):
+        raise Damaged(f"{where} cannot be read; {how_to_list(path)}")
+    for name in sorted(names)[share::shares]:
+        if name not in sums:
+            raise Damaged(f"{where} does not name {name}; {how_to_list(path)}")
+        if sha256_of(file_in(path, name)) != sums[name]:
+            raise Damaged(f"{path / name} is not what was written (its SHA-256 differs); {how_to_list(path)}")
+    return True
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits. Raises OSError."""
+    total, block = hashlib.sha256(), bytearray(BLOCK)
+    view = memoryview(block)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            total.update(view[:count])
+    return total.hexdigest()

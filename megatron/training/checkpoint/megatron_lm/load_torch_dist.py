@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megatron.platform.core_versions import GROUP_KEYS
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm.checked import Checked
@@ -184,15 +184,13 @@ def _matched(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) ->
     """Our parameter groups with the checkpoint's values. Keys that only our kind of Adam has keep our values."""
 
     def identity(group: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(
-            group.get(name, group.get(f"pre_{name}", NEUTRAL.get(name, False))) for name in param_group_identifier_keys
-        )
+        return tuple(group.get(name, group.get(f"pre_{name}", NEUTRAL.get(name, False))) for name in GROUP_KEYS)
 
     known = {identity(group): group for group in saved}
     matched = []
     for group in ours:
         if identity(group) not in known:
-            names = ", ".join(f"{name} {value}" for name, value in zip(param_group_identifier_keys, identity(group)))
+            names = ", ".join(f"{name} {value}" for name, value in zip(GROUP_KEYS, identity(group)))
             raise Refusal(
                 f"the checkpoint's optimizer has no group of parameters with {names}: give the --decoupled-lr of its "
                 "run, or pass --no-load-optim"

@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the checkpoint to load in a folder, whose files are named as in Megatron-LM.
+"""Find the checkpoint to load in a folder, whose files are named as in Megatron-LM, and the common state in it.
 
 The tracker, a file in the folder, names the latest checkpoint. It is updated after a checkpoint gets its name, so a
 kill between the two leaves a checkpoint newer than the tracker's. All other contradictions are refused, because a
 start from an older state, or from none, would overwrite checkpoints.
+
+The common state is what a checkpoint holds apart from tensors: settings, progress and the optimizer's numbers. It is
+the file ``common.pt``, which we always write and every megatron-core reads; from 0.19 on core's own saver writes it as
+an object among the tensors.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal, one_line, permitted
+from megatron.training.refusal import Refusal, one_line, permitted, reason
+from megatron.training.untrusted.links import file_in
 
+COMMON, METADATA = "common.pt", ".metadata"
+STATE = "common_state/shard_0_1"  # core's name of the object that replaces common.pt
 TRACKER = "latest_checkpointed_iteration.txt"
 OTHER_FORMS = (
     ("mp_rank_*", "of Megatron-LM's older format torch"),
@@ -56,7 +64,7 @@ def checkpoint_path(
                 f"checkpoint {path} is {kind}: convert it with python tools/convert_checkpoint.py --from {folder} "
                 "--to DIR, and pass --load DIR --finetune"
             )
-    if (path / ".metadata").exists() and not (path / "common.pt").exists():
+    if (path / METADATA).exists() and not (path / COMMON).exists():
         raise Refusal(
             f"checkpoint {path} is of Megatron-LM's format torch_dcp or fsdp_dtensor: save it there with "
             "--ckpt-format torch_dist"
@@ -133,7 +141,7 @@ def run_of(path: Path) -> str | None:
     if not (path / "metadata.json").exists():
         return None
     try:
-        common = unpickle.read(path / "common.pt")
+        common = common_state(path)
         progress = common.get("progress", common)  # Megatron-LM stores the iteration at the top level
         return str(progress.get("run", "")) if int(progress["iteration"]) == iteration_of(path) else None
     except (Refusal, OSError, AttributeError, KeyError, TypeError, ValueError):
@@ -203,3 +211,39 @@ def universal_path(folder: Path, step: int | None) -> Path | None:
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder is a Hugging Face model, whatever the format of its weights."""
     return (path / "config.json").is_file()
+
+
+def place_of_state(path: Path) -> tuple[str, int, int]:
+    """The file in the checkpoint ``path`` that holds the common state, and its offset and length there in bytes.
+
+    Raises:
+        Refusal: ``.metadata`` cannot be read.
+        OSError: there is no such file.
+    """
+    if not (path / COMMON).exists() and (path / METADATA).exists():
+        for index, place in unpickle.read_metadata(file_in(path, METADATA)).storage_data.items():
+            if index.fqn == STATE:
+                return place.relative_path, place.offset, place.length
+    return COMMON, 0, file_in(path, COMMON).stat().st_size
+
+
+def files_of_state(path: Path) -> tuple[str, ...]:
+    """The files that are read for the common state. Raises as :func:`place_of_state`."""
+    name, *_ = place_of_state(path)
+    return (COMMON,) if name == COMMON else (METADATA, name)
+
+
+def common_state(path: Path) -> Any:
+    """What was stored, unpickled safely. Raises Refusal if it cannot be read."""
+    try:
+        name, offset, length = place_of_state(path)
+    except OSError as error:
+        raise Refusal(f"{path / COMMON} cannot be read: {reason(error)}") from None
+    if name == COMMON:
+        return unpickle.read(path / COMMON)
+    with unpickle.parts_of(path / name) as read_part:
+        data = read_part(offset, length)
+    objects = unpickle.read_bytes(data, f"{path / name}: {STATE}")
+    if not isinstance(objects, list) or len(objects) != 1:
+        raise Refusal(f"{path / name}: {STATE} is not a checkpoint's state")
+    return objects[0]
