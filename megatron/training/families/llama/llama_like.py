@@ -61,7 +61,7 @@ class LlamaLike:
         Raises:
             Refusal: the window is invalid, or layers have one that cannot.
         """
-        layers, kinds = config["num_hidden_layers"], config.get(LAYER_TYPES) if self.window == "layers" else None
+        kinds = config.get(LAYER_TYPES) if self.window == "layers" else None
         on = self.window and config.get("sliding_window") is not None
         if not on or (self.switched and not config.get("use_sliding_window")):
             if any(kind != WHOLE for kind in config.get(LAYER_TYPES) or []):
@@ -69,7 +69,7 @@ class LlamaLike:
             return {}
         first = config.get("max_window_layers", 28) if self.window == "layers" else 0  # the default of transformers
         if kinds is None:
-            kinds = [LOCAL if layer >= first else WHOLE for layer in range(layers)]
+            kinds = [LOCAL if layer >= first else WHOLE for layer in range(config["num_hidden_layers"])]
         return read_windows({**config, LAYER_TYPES: kinds}, where)
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
