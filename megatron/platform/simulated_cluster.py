@@ -322,7 +322,6 @@ def fake_tensors(
         gloo: simulate that gloo reduces a copy of the complete tensor for a reduce-scatter.
         selected: gives the number of entries that a mask selects.
     """
-    from megatron.core.utils import local_multi_tensor_l2_norm
     from torch._C._distributed_c10d import FakeWork
     from torch.distributed import DeviceMesh
 
@@ -347,8 +346,6 @@ def fake_tensors(
         stack.enter_context(patched(DeviceMesh, "from_group", from_group))
         stack.enter_context(patched(nn.Module, "_apply", _apply))
         stack.enter_context(patched(FakeWork, "wait", wait))
-        stack.callback(setattr, local_multi_tensor_l2_norm, "__code__", local_multi_tensor_l2_norm.__code__)
-        local_multi_tensor_l2_norm.__code__ = _l2_norm.__code__  # its callers have imported it by name
         stack.enter_context(fakes)
         stack.enter_context(answers)
         yield answers.answer
@@ -442,11 +439,6 @@ def _kind(func: Any) -> str:
     if func is torch.ops.aten._local_scalar_dense.default:
         return "number"
     return "overflow" if "non_finite_check" in func._schema.name else "other"
-
-
-def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args):  # noqa: ANN001, ANN202
-    """Like core's, without making a tensor from a list of numbers."""
-    return torch.stack([torch.norm(tensor) for tensor in tensor_lists[0]]).norm().view(1), None
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -30,6 +30,7 @@ from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
 from megatron.training.loss import losses_ahead, mean_loss, sum_of_losses
 from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
+from megatron.training.model.update import update
 from megatron.training.setup import Runtime
 from megatron.training.watch import Watch
 
@@ -153,7 +154,7 @@ def train_step(
         bad = watch.judge(loss, grad_norm, runtime.device)
         return not bad
 
-    updated, grad_norm, zeros = step_if(optimizer, allowed)
+    updated, grad_norm, zeros = update(optimizer, allowed)
     result = StepResult(loss, tokens, float(grad_norm or 0.0), zeros, not updated, bad, load, further)
     if bad and not watch.skips:
         raise Diverged(result, own=not all(bool(report.isfinite().all()) for report in reports))
@@ -163,23 +164,6 @@ def train_step(
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
         schedule.step(samples * schedule_unit(config, length))
     return result
-
-
-def step_if(optimizer: MegatronOptimizer, allowed: Callable[[float], bool]) -> tuple[bool, float | None, int | None]:
-    """core's ``optimizer.step()``, which changes weights and states only where ``allowed(gradient norm)``."""
-    norm_of, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
-    seen: list[float] = []
-
-    def norm() -> float:
-        seen.append(norm_of())
-        return seen[-1]
-
-    optimizer.get_grad_norm = norm
-    optimizer.step_with_ready_grads = lambda: allowed(float(seen[-1])) and update()
-    try:
-        return optimizer.step()
-    finally:
-        del optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
 
 def with_profiler_ranges(mark: Mark | None) -> Mark | None:

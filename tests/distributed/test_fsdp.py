@@ -22,7 +22,7 @@ def bytes_held(flags):
     job = make_job(flags)
     results = []
 
-    def count_and_update():
+    def count_and_prepare():
         inner = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0].optimizer
         tensors = [value for state in inner.state.values() for value in state.values()]
         for parameter in job.chunks[0].parameters():
@@ -33,9 +33,9 @@ def bytes_held(flags):
             storage = to_local_if_dtensor(tensor).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         results.append(sum(storages.values()))
-        return update()
+        return prepare()
 
-    update, job.optimizer.step = job.optimizer.step, count_and_update
+    prepare, job.optimizer.prepare_grads = job.optimizer.prepare_grads, count_and_prepare
     train_job(job, 1)
     return results[0]
 

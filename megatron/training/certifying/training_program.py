@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import rerun_state_machine
@@ -42,21 +41,22 @@ def train(job: Job) -> Outcome:
     before = full_parameters(job)
     gradients: dict[str, Tensor] = {}
     updates: dict[str, Tensor] = {}
-    update = job.optimizer.step
+    prepare = job.optimizer.prepare_grads
 
-    def first_step() -> Any:
+    def first_gradients() -> bool:
         gradients.update(full_gradients(job))
-        done = update()
-        del job.optimizer.step
-        updates.update({name: x - before[name] for name, x in full_parameters(job).items()})
-        return done
+        del job.optimizer.prepare_grads
+        return prepare()
 
-    job.optimizer.step = first_step
+    job.optimizer.prepare_grads = first_gradients
     batches = batches_for(job, job.datasets[0], 0, 0)
     for chunk in job.chunks:
         chunk.train()
     arguments = job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-    results = [train_step(*arguments) for _ in range(STEPS)]
+    results = []
+    for _ in range(STEPS):
+        results.append(train_step(*arguments))
+        updates = updates or {name: x - before[name] for name, x in full_parameters(job).items()}
     grid = job.runtime.grid
     return Outcome(
         dict(_modules(job)),

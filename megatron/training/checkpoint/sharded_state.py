@@ -182,6 +182,7 @@ def local_elements(parameter: Tensor) -> Range:
 
 
 PARTITIONED = "is_expert_parallel"  # core's name; here it marks groups of positions split over CP
+OWN = (PARTITIONED, "fused", "foreach")  # of a group: where its states are, and how this run computes the update
 
 
 def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Range:
@@ -288,7 +289,7 @@ def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> No
                 "the checkpoint's optimizer has no group of parameters with these multipliers of weight decay and "
                 f"learning rate ({_identity(group)}): give the --decoupled-lr of its run, or pass --no-load-optim"
             )
-        group.update(known[_identity(group)] | {PARTITIONED: group[PARTITIONED]})
+        group.update(known[_identity(group)] | {name: group[name] for name in OWN if name in group})
 
 
 def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronOptimizer | None]:

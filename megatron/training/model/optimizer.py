@@ -25,6 +25,7 @@ from megatron.training.arguments.config import Config, OptimizerSettings
 from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.update import use_fused_adam, use_multi_tensor_calls
 
 # Settings with the same name in core.
 SAME_IN_CORE = """
@@ -124,6 +125,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         overlap_param_gather=parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
     )
+    use_multi_tensor_calls()
     optimizer = get_megatron_optimizer(
         core_settings,
         list(chunks),
@@ -166,10 +168,13 @@ def fill_states(optimizer: MegatronOptimizer) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             if adam:
-                state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state = {"step": step, "exp_avg": torch.zeros_like(parameter)}
                 inner.state[parameter] = {**state, "exp_avg_sq": torch.zeros_like(parameter)}
             else:
                 inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+    if adam:
+        use_fused_adam(optimizer)
     optimizer.init_state_fn = lambda *_: None
 
 
