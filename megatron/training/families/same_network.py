@@ -151,6 +151,8 @@ def _canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
         result["linear_attention_freq"] = linear_layers(model)
     if model.num_experts and model.moe_layer_freq:
         result["moe_layer_freq"] = expert_layers(model)
+        if all(result["moe_layer_freq"]):  # no layer has an MLP of the other width
+            result["ffn_hidden_size"] = result["moe_ffn_hidden_size"]
     if model.position_embedding_type == "yarn":
         from megatron.context_parallel.positions.rope import Yarn  # imports torch, which --help does not need
 
