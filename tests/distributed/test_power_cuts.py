@@ -180,7 +180,6 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize("name", ["during training", "twice, no exchange"])
-@pytest.mark.usual(1)
 def test_the_program_finds_in_a_state_what_its_judge_says(pool, recorded, tmp_path, name):
     """Write some good and some bad states as real files, and load them."""
     record, draw = recorded(name), random.Random(0)

@@ -79,17 +79,20 @@ MODULES = {
     ".".join(path.relative_to(ROOT / "megatron").with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "megatron").rglob("*.py")
 }
-TREES = {module: ast.parse(path.read_text()) for module, path in sorted(MODULES.items())}
-
 
 @cache
 def package_of(module: str) -> str:
     return max((name for name in PACKAGES if f"{module}.".startswith(f"{name}.")), key=len)
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
 def imports(module: str) -> Iterator[str]:
     """Every module of megatron that ``module`` imports anywhere in its code, named without ``megatron.``."""
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megatron":
             for name in node.names:
                 whole = f"{node.module}.{name.name}".removeprefix("megatron.")
@@ -98,13 +101,15 @@ def imports(module: str) -> Iterator[str]:
             yield from (n.name.removeprefix("megatron.") for n in node.names if n.name.startswith("megatron."))
 
 
-IMPORTED = {module: list(imports(module)) for module in TREES}
+@cache
+def imported() -> dict[str, list[str]]:
+    return {module: list(imports(module)) for module in sorted(MODULES)}
 
 
 def test_imports_go_downwards():
     above = [
         f"megatron.{module} ({package_of(module)}) must not use megatron.{used} ({package_of(used)})"
-        for module, every in IMPORTED.items()
+        for module, every in imported().items()
         for used in every
         if not used.startswith("core") and PACKAGES.index(package_of(used)) > PACKAGES.index(package_of(module))
     ]
@@ -112,24 +117,24 @@ def test_imports_go_downwards():
 
 
 def test_no_two_modules_import_each_other_directly_or_indirectly():
-    imported = {module: {one for one in used if one in MODULES and one != module} for module, used in IMPORTED.items()}
+    within = {name: {one for one in used if one in MODULES and one != name} for name, used in imported().items()}
     done: set[str] = set()
-    while ready := {module for module, used in imported.items() if module not in done and used <= done}:
+    while ready := {module for module, used in within.items() if module not in done and used <= done}:
         done |= ready
-    assert not set(imported) - done, f"these are in a cycle of imports, or import one: {sorted(set(imported) - done)}"
+    assert not set(within) - done, f"these are in a cycle of imports, or import one: {sorted(set(within) - done)}"
 
 
 def private_uses(module: str) -> Iterator[str]:
     """Uses of unittest, and of other modules' private names."""
     own: set[str] = set()  # names of our modules
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(OURS):
             yield from (f"{node.module}.{n.name}" for n in node.names if n.name.startswith("_"))
             ours = (n for n in node.names if f"{node.module}.{n.name}".removeprefix("megatron.") in MODULES)
             own |= {n.asname or n.name for n in ours}
         names = [n.name for n in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         yield from (name for name in [*names, getattr(node, "module", None) or ""] if name.startswith("unittest"))
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
             if node.attr.startswith("_"):
                 yield f"{node.value.id}.{node.attr}"
@@ -137,7 +142,7 @@ def private_uses(module: str) -> Iterator[str]:
 
 def test_no_module_patches_or_uses_private_names_of_another():
     """Functions that a simulation replaces are marked at their definition: platform/hooks.py."""
-    assert not {module: used for module in TREES if (used := list(private_uses(module)))}
+    assert not {module: used for module in MODULES if (used := list(private_uses(module)))}
 
 
 def test_basenames_are_unique_and_folders_small():
@@ -151,14 +156,14 @@ def test_basenames_are_unique_and_folders_small():
 
 def test_packages_without_megatron_core():
     free = tuple(f"{package}." for package in WITHOUT_CORE)
-    using = [module for module, used in IMPORTED.items() if any(name.startswith("core") for name in used)]
+    using = [module for module, used in imported().items() if any(name.startswith("core") for name in used)]
     assert using and not [module for module in using if f"{module}.".startswith(free)]
 
 
 def test_packages_have_a_short_docstring():
     for package in PACKAGES:
         if (ROOT / "megatron" / package.replace(".", "/")).is_dir():
-            text = ast.get_docstring(TREES[package])
+            text = ast.get_docstring(tree_of(package))
             assert text and len(text.splitlines()) <= 14, package
 
 
@@ -172,9 +177,10 @@ def test_attention_and_fpdt_where_megatron_core_is_not_installed(grids):
 
 
 def test_errors_of_the_library_name_arguments_and_never_flags():
-    for module, tree in TREES.items():
+    for module in MODULES:
         if not module.startswith("context_parallel"):
             continue
+        tree = tree_of(module)
         documented = (n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)))
         docstrings = {ast.get_docstring(node, clean=False) for node in documented}
         for node in ast.walk(tree):
