@@ -138,6 +138,25 @@ def test_all_of_megatron_is_known():
     assert own - seen == set(OURS)
 
 
+# What the parser of Megatron-LM, tag core_v0.19.0, has and that of core 0.16.1 has not: flag, values, default.
+NEWER = Path(__file__).parent / "data" / "megatron_flags_0.19.tsv"
+
+
+def test_all_of_newer_megatron_is_known():
+    table, own = megatron_flags.rows(), set(supported_flags())
+    differ = {"--step-batch-size-schedule"}  # in other versions it takes several values
+    differ |= {"--mamba-training-ssm-states-dtype"}  # its None follows the model; states are in fp32 here
+    with NEWER.open() as lines:
+        known = [*csv.reader(lines, delimiter="\t")]
+    assert len(known) == 193
+    for flag, values, default in known:
+        assert (flag in own) != (flag in table), flag
+        if flag in table and flag not in differ:
+            assert table[flag].values == values, flag
+            if values == "1" and default != "None":
+                assert table[flag].default == default.strip("'"), flag
+
+
 def test_judgement_of_each_flag():
     """A value other than the default gives one note if the verdict is a hint, else a refusal with flag and reason."""
     for flag, row in megatron_flags.rows().items():

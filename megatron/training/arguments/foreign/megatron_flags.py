@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.foreign import fork_flags, ignored_flags, refused_flags
+from megatron.training.arguments.foreign import fork_flags, ignored_flags, newer_flags, refused_flags
 from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
 
@@ -33,9 +33,11 @@ def entries(table: str) -> Iterator[tuple[str, str]]:
         yield reason, flags
 
 
-REFUSED = (refused_flags.REFUSED, fork_flags.REFUSED, refused_flags.OTHER_NAMES)
+REFUSED = (refused_flags.REFUSED, newer_flags.REFUSED, fork_flags.REFUSED, refused_flags.OTHER_NAMES)
 GROUPS: dict[str, list[tuple[Advice, str]]] = {
-    "hint": [(Advice(reason), flags) for reason, flags in entries(ignored_flags.HINTS + fork_flags.HINTS)],
+    "hint": [
+        (Advice(reason), flags) for reason, flags in entries(ignored_flags.HINTS + newer_flags.HINTS + fork_flags.HINTS)
+    ],
     "refused": [
         (advise(reason), flags)
         for tables in REFUSED
