@@ -264,7 +264,7 @@ class _Watch:
             return event, f"{arguments[0].co_filename} {arguments[0].co_name}"
         if event == "compile":
             return event, str(arguments[1])
-        if event == "os.scandir" or event == "os.listdir":
+        if event in ("os.scandir", "os.listdir", "os.walk"):
             return None
         if event in EVENTS or event.startswith(("subprocess.", "socket.", "ctypes.", "shutil.", "tempfile.", "os.")):
             return event, repr(arguments)[:200]

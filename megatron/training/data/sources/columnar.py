@@ -181,8 +181,9 @@ def saved_files(folder: str) -> list[str] | None:
         first = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "train"
         raise Refusal(f"--input {folder}: holds several splits: name one, for example {folder.rstrip('/')}/{first}")
     files = state.get("_data_files") if isinstance(state, dict) else None
-    names = [file.get("filename") if isinstance(file, dict) else None for file in files] if files else []
-    if not isinstance(files, list) or not names or not all(isinstance(name, str) and name for name in names):
+    files = files if isinstance(files, list) else []
+    names = [file.get("filename") if isinstance(file, dict) else None for file in files]
+    if not names or not all(isinstance(name, str) and name for name in names):
         raise Refusal(f"--input {folder}: its state.json has no list of data files")
     for name in names:
         if name in (".", "..") or "/" in name or "\\" in name or "\x00" in name:
