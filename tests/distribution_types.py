@@ -79,6 +79,7 @@ COLLECTIVES = {
     "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss",
     "context_parallel.huggingface.decoder_loss._Sum": "_Sum",
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
+    "context_parallel.huggingface.trainer.ContextParallelMixin._gather_samples": REPORT,
     "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention, _Chunked",
     "context_parallel.linear_attention.span_exchange._message": "_LinearAttention, _Chunked",
     "context_parallel.linear_attention.span_exchange._relayed": "_LinearAttention, _Chunked",

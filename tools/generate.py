@@ -70,9 +70,9 @@ def order_of(args: argparse.Namespace) -> Any:
 def main(argv: list[str] | None = None) -> int:
     from megatron.training.pretrain import EXIT_REFUSED, print_refusal, quiet
 
-    quiet()
     try:
         args, words = build_parser().parse_known_args(argv)
+        quiet()
         order = order_of(args)
         from megatron.inference.prompts import run
 

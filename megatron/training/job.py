@@ -35,7 +35,7 @@ from megatron.training.arguments.schedule import BatchSizes, check_stage, length
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
-from megatron.training.checkpoint.arguments_of import vocabulary
+from megatron.training.checkpoint.arguments_of import glanced, vocabulary
 from megatron.training.checkpoint.checkpoint_folder import restore
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
@@ -51,7 +51,7 @@ from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-from megatron.training.refusal import together
+from megatron.training.refusal import Refusal, together
 from megatron.training.report.layer_traffic import describe_layers
 from megatron.training.setup import Runtime, batch_plans
 
@@ -96,24 +96,28 @@ def prepare(config: Config, runtime: Runtime) -> Job:
 
 
 def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
-    def read_inputs() -> tuple[Path | None, Tokenizer, int, Plan | None]:
+    def read_inputs() -> tuple[Path | None, Tokenizer, Plan | None]:
         if runtime.offload is not None:
             check_host_memory(config)
         latest = checkpoint.find(config.checkpoint, config.notes)
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        tokenizer, vocab_size = vocabulary(latest, tokenizer, config)
-        return latest, tokenizer, vocab_size, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
+        return latest, tokenizer, make_plan(config, tokenizer) if config.evaluation.eval_tasks else None
 
     if owner is not None and dist.get_rank() == 0:
         with suppress(OSError):  # the first save reports it
             restore(Path(config.checkpoint.save))
     dist.barrier()  # ranks look for a checkpoint after rank 0 has restored the folder
-    latest, tokenizer, vocab_size, plan = together(read_inputs)
+    latest, tokenizer, plan = together(read_inputs)
     latest, run = agree_on_run(latest, config, owner)
     copies = open_copies(config, str(runtime.grid), available_bytes, run)
     on_disk = iteration_of(latest)
     in_memory = newest(copies, on_disk, config.notes) if copies else None
     path = choose_whole(latest, config.checkpoint, config.notes) if latest and not in_memory else None
+    described = path
+    if in_memory and latest:  # of the same model
+        with suppress(Refusal):
+            described = glanced(latest)
+    tokenizer, vocab_size = together(lambda: vocabulary(described, tokenizer, config))
     data = config.data
     of_all_ranks = data.micro_batch_size * data_parallel_size(config, dist.get_world_size())
     batch_sizes = BatchSizes(data.rampup_batch_size, data.global_batch_size, of_all_ranks)

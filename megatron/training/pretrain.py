@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from megatron.platform.srun import take_ranks_of_srun
+from megatron.system.srun import take_ranks_of_srun
 from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run

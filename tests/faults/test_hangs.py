@@ -120,6 +120,11 @@ def test_data_of_another_time(tmp_path, when):
     assert all(path.stat().st_mtime == when for path in folder.iterdir())  # no file was written again
     os.utime(f"{prefix}.bin", (time.time(), time.time()))
     build_datasets(config, NULL, (10, 0, 0))
+    assert len(list((tmp_path / "index-cache").iterdir())) == 1  # the same contents
+    data = bytearray(Path(f"{prefix}.bin").read_bytes())
+    data[0] ^= 1
+    Path(f"{prefix}.bin").write_bytes(data)
+    build_datasets(config, NULL, (10, 0, 0))
     assert len(list((tmp_path / "index-cache").iterdir())) == 2
 
 

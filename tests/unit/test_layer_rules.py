@@ -210,7 +210,7 @@ def test_what_is_refused(flags, words):
         ),
         ("--parallel-residual --fpdt", "--parallel-residual with --fpdt is not supported"),
         ("--parallel-residual --ffn-chunks 2", "--parallel-residual with --ffn-chunks is not supported"),
-        ("--qk-l2-norm", "--qk-l2-norm: only softmax attention over all heads of a layer"),
+        ("--qk-l2-norm", "--qk-l2-norm: of norms of queries and keys, --qk-layernorm and"),
     ],
 )
 def test_what_is_refused_inside_attention_and_mlp(flags, words):

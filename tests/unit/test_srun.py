@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 import megatron.context_parallel as cp
-from megatron.platform.srun import take_ranks_of_srun
+from megatron.system.srun import take_ranks_of_srun
 from megatron.training.pretrain import main
 
 TASK = {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.platform.network import meet
-from megatron.platform.srun import take_ranks_of_srun
+from megatron.system.srun import take_ranks_of_srun
 
 
 @dataclass(frozen=True)

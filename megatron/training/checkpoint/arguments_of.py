@@ -95,7 +95,7 @@ def held_out_data(path: Path) -> dict[str, Any]:
 UNUSED = 1024  # in Qwen, BLOOM and others, the model may have this many rows more than the tokenizer has ids
 
 
-def vocabulary(path: Path | None, tokenizer: Tokenizer, config: Config) -> tuple[Tokenizer, int]:
+def vocabulary(path: Checked | None, tokenizer: Tokenizer, config: Config) -> tuple[Tokenizer, int]:
     """(``tokenizer``, limited to the ids that the model knows; rows of the vocabulary over which the loss is computed).
 
     The rows are the checkpoint's, because they are part of its network: those of a Hugging Face model may be more or
@@ -110,7 +110,8 @@ def vocabulary(path: Path | None, tokenizer: Tokenizer, config: Config) -> tuple
     size = check_vocab(config.model.vocab_size, tokenizer)
     if tokenizer.kind != "NullTokenizer":
         config.model.vocab_size = size  # for the checkpoints of this run
-    rows, ids = _vocabulary_in(path, config.checkpoint.skip_damaged_checkpoints)
+    universal = config.checkpoint.universal_checkpoint  # DeepSpeed's, which does not say it
+    rows, ids = (None, None) if path is None or universal else _vocabulary_in(path)
     if rows is None:
         return tokenizer, size
     if ids is None:
@@ -130,14 +131,12 @@ def vocabulary(path: Path | None, tokenizer: Tokenizer, config: Config) -> tuple
     return replace(tokenizer, vocab_size=min(size, rows)), rows
 
 
-def _vocabulary_in(path: Path | None, skip: bool) -> tuple[int | None, int | None]:
+def _vocabulary_in(path: Checked) -> tuple[int | None, int | None]:
     """(rows, ids of the tokenizer) of the model in a checkpoint; None if it does not say."""
-    if path is None:
-        return None, None
-    if is_hugging_face(path):
-        file = glance(path, "config.json").file("config.json")
+    if is_hugging_face(path.path):
+        file = path.file("config.json")
         return architectures.described(llama_settings.read_config(file), file).vocab_size, None
-    common = _first_readable(path, skip).common()
+    common = path.common()
     rows = common.get("vocab_size")
     if "config" not in common or rows is None:
         return None, None
@@ -146,6 +145,11 @@ def _vocabulary_in(path: Path | None, skip: bool) -> tuple[int | None, int | Non
         return rows, None
     ids = (common["config"].get("model") or {}).get("vocab_size")
     return rows, rows if ids is None else ids + (kind == "NullTokenizer")  # it adds an id to --vocab-size
+
+
+def glanced(path: Path) -> Checked:
+    """A checkpoint of which only the settings were checked. Raises Refusal if they cannot be read."""
+    return glance(path, "config.json" if is_hugging_face(path) else COMMON)
 
 
 def _first_readable(path: Path, skip: bool) -> Checked:

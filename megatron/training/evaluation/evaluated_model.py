@@ -32,7 +32,7 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
         Refusal: on every rank; the flags, the checkpoint or the data cannot be evaluated.
     """
 
-    def read_inputs() -> tuple[Any, Tokenizer, int, Plan]:
+    def read_inputs() -> tuple[Any, Tokenizer, Plan]:
         if not config.evaluation.eval_tasks:
             raise Refusal("missing: --eval-tasks, for example --eval-tasks needle loss-by-position")
         if config.checkpoint.save:
@@ -43,11 +43,11 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.
         if latest is None:
             raise Refusal(f"--load {config.checkpoint.load} holds no checkpoint: give the folder of --save")
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-        tokenizer, vocab_size = vocabulary(latest, tokenizer, config)
-        return latest, tokenizer, vocab_size, make_plan(config, tokenizer)
+        return latest, tokenizer, make_plan(config, tokenizer)
 
-    latest, tokenizer, vocab_size, plan = together(read_inputs)
+    latest, tokenizer, plan = together(read_inputs)
     path = choose_whole(latest, config.checkpoint, config.notes)
+    tokenizer, vocab_size = together(lambda: vocabulary(path, tokenizer, config))
     dataset = None
     if "loss-by-position" in plan.tasks:
         samples = config.run.eval_iters * config.data.global_batch_size
