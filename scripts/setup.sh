@@ -90,9 +90,10 @@ install_torch() {
         if log="$("$OURS" -m pip install -qq "$wanted" 2>&1)"; then
             return
         fi
-        # The next attempt starts only if pip listed the versions and the wanted one is missing. A network error ends
-        # the script, so that it cannot lead to the CUDA packages.
-        if ! grep -q "No matching distribution found for torch" <<<"$log" || grep -q "from versions: none" <<<"$log"; then
+        # The next attempt starts only if pip listed the versions and the wanted one is missing; a pip with constraints
+        # of its own calls that a conflict. A network error ends the script, so that it cannot lead to the CUDA packages.
+        if ! grep -qE "(No matching distribution found for|Cannot install) torch" <<<"$log" ||
+            grep -q "from versions: none" <<<"$log"; then
             break
         fi
     done
@@ -101,7 +102,8 @@ install_torch() {
 
 install_rest() {
     local target=".${EXTRAS:+[$EXTRAS]}" isolation="" torch
-    torch="$("$OURS" -c 'import torch; print(torch.__version__)')"
+    # not torch.__version__, which also names a CUDA that pip does not know of
+    torch="$("$OURS" -c 'from importlib.metadata import version; print(version("torch"))')"
     if ! "$OURS" -c "import sys; sys.exit(tuple(map(int, '$torch'.split('.')[:2])) < (2, 6))"; then
         stop "torch $torch is too old: install 2.6 or newer, or name a python without torch with PYTHON=/path/to/python3"
     fi

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.context_parallel.fpdt.host_store import HostPool
@@ -71,20 +71,24 @@ def packed(data: Any) -> bytes:
     return file.getvalue()
 
 
-class Writer(FileSystemWriterAsync):
-    """Receives this rank's plan from core, and writes it."""
+class Writer(filesystem.FileSystemWriter):
+    """Writes this rank's part of a plan."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self.parts: list[tuple[WriteItem, Tensor | io.BytesIO]] = []  # tensors may be on a GPU
-        self.prefix = ""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the folder exists already; if one rank failed here, the others would wait forever
+    def plan_together(self, state: dict[str, Any], planner: SavePlanner) -> Metadata | None:
+        """Choose this rank's parts of ``state``; on rank 0, returns where all ranks' tensors belong. All ranks call it.
 
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        self.parts = [(item, planner.resolve_data(item)) for item in plan.items]
-        self.prefix = plan.storage_data.prefix
+        core's planner needs no message for that; rank 0 gathers the plans for their description.
+        """
+        first, plans = dist.get_rank() == 0, [None] * dist.get_world_size()
+        planner.set_up_planner(state, is_coordinator=first)
+        own = planner.create_local_plan()
+        dist.gather_object(own, plans if first else None)
+        self.parts = [(item, planner.resolve_data(item)) for item in planner.finish_plan(own).items]
+        return planner.create_global_plan(plans)[1] if first else None
 
     @property
     def bytes(self) -> int:
@@ -95,8 +99,8 @@ class Writer(FileSystemWriterAsync):
         """Write this rank's file, if it has any data; returns where each part lies in it. Raises OSError."""
         if not self.parts:
             return []
-        name = f"{self.prefix}0{filesystem.DEFAULT_SUFFIX}"
-        with new_file(Path(self.checkpoint_dir) / name, sums) as file, without_inner_sums():
+        name = f"__{dist.get_rank()}_0{filesystem.DEFAULT_SUFFIX}"
+        with new_file(Path(self.path) / name, sums) as file, without_inner_sums():
             return [self._write_item(file, name, item, data) for item, data in self.parts]
 
     def _write_item(
@@ -121,7 +125,7 @@ class Writer(FileSystemWriterAsync):
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = self.storage_meta()
-        write_bytes(Path(self.checkpoint_dir) / filesystem._metadata_fn, pickle.dumps(metadata), sums)
+        write_bytes(Path(self.path) / filesystem._metadata_fn, pickle.dumps(metadata), sums)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -213,12 +212,8 @@ def _planned(
     sharded, common = save_preprocess({**state, "content_metadata": content})
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    (writer, metadata, _), *_ = save_state_dict_async_plan(
-        mcore_to_pyt_state_dict(by_key), Writer(folder), planner=planner
-    )
-    if metadata is not None:
-        vars(metadata).pop("all_local_plans", None)  # as large as the rest, and not needed for reading
-    return common, writer, metadata
+    writer = Writer(folder)
+    return common, writer, writer.plan_together(mcore_to_pyt_state_dict(by_key), planner)
 
 
 def error_line(problem: BaseException) -> str:
