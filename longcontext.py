@@ -12,6 +12,7 @@ import ast
 import runpy
 import sys
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +39,21 @@ def listing() -> str:
     return "\n".join(f"  {name:22} {line}" for name, line in zip(order, lines))
 
 
+def check_packages() -> None:
+    """End this process if megatron.training is not ours.
+
+    Since 0.17, megatron-core contains a package of that name: in a clone it would be found first, and installed after
+    this package, its ``__init__.py`` replaces ours.
+    """
+    sys.path.insert(0, str(HERE))
+    ours = find_spec("megatron.training")
+    if ours is None or "SPDX-License-Identifier" not in Path(ours.origin or "").read_text():
+        sys.exit(
+            "longcontext: error: megatron-core was installed after this package and has replaced a part of it: "
+            "pip install --force-reinstall --no-deps megatron-longcontext"
+        )
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the program that the first argument names; it ends this process."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -49,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         near = get_close_matches(name, result, 1)
         hint = f"did you mean {near[0]}?" if near else "longcontext --help lists them"
         sys.exit(f"longcontext: error: no program is named {name!r}; {hint}")
+    check_packages()
     sys.argv = [f"longcontext {name}", *rest]
     runpy.run_path(str(result[name]), run_name="__main__")
 

@@ -117,6 +117,9 @@ install_rest() {
     } >"$VENV/constraints.txt"
     (cd "$ROOT" && "$OURS" -m pip install -qq $isolation -c "$VENV/constraints.txt" -e "$target" >&2) ||
         stop "pip could not install the packages of setup.py; its reason is above"
+    # Since 0.17, megatron-core contains a megatron/training, which would be found before ours.
+    "$OURS" -c 'import sys; print(f"import sys; sys.path.insert(0, {sys.argv[1]!r})")' "$ROOT" \
+        >"$(site_packages)/a_longcontext.pth"
     if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.arguments.config' >&2); then
         stop "megatron-core and this repository do not share the namespace package megatron; a package named megatron" \
             "with an __init__.py, such as an installed Megatron-LM, may be in the way"

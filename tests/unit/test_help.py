@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,3 +144,12 @@ def test_an_unknown_name_is_refused_with_the_nearest_one():
         longcontext.main(["pln"])
     with pytest.raises(SystemExit, match="longcontext --help lists them"):
         longcontext.main(["zzzz"])
+
+
+def test_a_part_that_megatron_core_replaced_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Since 0.17, megatron-core contains a package megatron.training too."""
+    longcontext.check_packages()
+    (tmp_path / "__init__.py").write_text("# of another program\n")
+    monkeypatch.setattr(longcontext, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    with pytest.raises(SystemExit, match="megatron-core was installed after this package.*--force-reinstall"):
+        longcontext.check_packages()
