@@ -111,8 +111,7 @@ def changes(before: Interface, now: Interface) -> dict[str, list[str]]:
     """For each name what differs, as short texts: gone, new, ``-parameter``, ``+parameter=default``, changed, moved."""
     result = {}
     for name, old in before.items():
-        new = now.get(name)
-        if new == old:
+        if name not in now or (new := now[name]) == old:  # no longer used, or unchanged
             continue
         if old is None or new is None:
             result[name] = ["gone" if new is None else "new"]
