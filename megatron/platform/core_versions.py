@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 # checkpoints and those of earlier versions do not have for a group.
 GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
-# Messages of core 0.19 at warning level. Both describe what this program does on purpose: it builds a GPTModel, and
-# lets DDP compute the layout of its buffers. GPTModel's successor HybridModel has attention, FFN and experts as separate
+# Messages of core 0.19 at warning level. Both describe what this program does on purpose: it builds a GPTModel and lets
+# DDP compute the layout of its buffers. GPTModel's successor HybridModel has attention, FFN and experts as separate
 # layers, so numbers of layers, names in checkpoints, pipeline layouts and the planner's shapes would change; and 0.16
-# and 0.17 do not have it, so that both classes would be needed.
+# and 0.17 do not have it, so both classes would be needed.
 NOTICES = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "full_param_layout not provided",
