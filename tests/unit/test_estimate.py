@@ -266,7 +266,9 @@ def test_data_parallelism_first():
 def test_zero_spans_data_and_sequence_parallel_ranks():
     """3: all ranks share the optimizer's work, except setting complete gradients to zero."""
     shared, both, alone = (step(A800, ulysses=8, zero=zero).parts["optimizer"] for zero in (2, 1, 0))
-    assert shared == pytest.approx(alone / 8, rel=0.01) and shared < both < alone / 4
+    assert both < alone / 4 and shared < both
+    clipped = 50 / 42  # bytes of a parameter: with ZeRO 2, gradients are clipped by a pass of its own
+    assert shared == pytest.approx(clipped * alone / 8, rel=0.01)
 
 
 def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_with_gqa():

@@ -300,6 +300,7 @@ def started(body: Callable[[], object], messages: Path) -> multiprocessing.Proce
             os.dup2(os.open(messages, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, ignores it
         body()
 
     process = CONTEXT.Process(target=run)

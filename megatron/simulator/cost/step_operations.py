@@ -96,10 +96,10 @@ def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:
 
 # --- weights, gradients and optimizer states over DP x CP: sent once per step (DDP, ZeRO 1) or per layer (2, 3) ---
 
-# Bytes per parameter. An Adam step reads gradient, weight and two moments and writes three of these; then weights are
-# read in fp32 and written in bf16. Before it, the gradient is read for its norm, scaled into a new tensor and copied
-# back. The papers' programs scale it in place, by a kernel of apex or Transformer Engine.
-ADAM_BYTES, SCALED_IN_PLACE = 7 * FP32 + FP32 + BF16 + 5 * FP32, 2 * FP32
+# Bytes per parameter. The gradient is read for its norm. An Adam step reads gradient, weight and two moments and writes
+# three of these; then weights are read in fp32 and written in bf16. The gradient is clipped in place by a pass of its
+# own, in the papers' programs and with ZeRO 2 and 3; otherwise Adam clips it as it reads it.
+ADAM_BYTES, CLIPPED_IN_PLACE = FP32 + 7 * FP32 + FP32 + BF16, 2 * FP32
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def sum_shared_gradients(shape: Shape, strategy: Strategy, held: States) -> list
 def optimizer_step(strategy: Strategy, parameters: int, *, ours: bool = True, over: Axis = "dp") -> Kernel:
     """Adam on this rank's shard, and the zeroing of its gradients (a shard of them with ZeRO 2 and 3)."""
     share = strategy.group(over).size if strategy.zero else 1
-    each = ADAM_BYTES if strategy.fused and ours else ADAM_BYTES - SCALED_IN_PLACE
+    each = ADAM_BYTES + (0 if ours and strategy.zero < 2 else CLIPPED_IN_PLACE)
     return memory("optimizer", each * parameters / share + FP32 * parameters / (share if strategy.zero > 1 else 1))
 
 

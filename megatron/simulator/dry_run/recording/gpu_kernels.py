@@ -308,7 +308,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
             for name in names:
                 stack.enter_context(patched(module, name, _as_one(recorder, getattr(module, name))))
         stack.enter_context(patched(functional, "rms_norm", partial(_rms_norm, recorder)))
-        stack.enter_context(patched(adam, "_single_tensor_adam", _adam(recorder, adam._single_tensor_adam)))
+        stack.enter_context(patched(adam, "_fused_adam", _adam(recorder, adam._fused_adam)))
         stack.enter_context(sharded_streams(recorder))
         if fused_rope:
             stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))
@@ -337,7 +337,7 @@ def _as_one(recorder: Recorder, function: Callable) -> Callable:
 
 
 def _adam(recorder: Recorder, function: Callable) -> Callable:
-    """One kernel for all tensors, like Transformer Engine's Adam, which core uses on a GPU."""
+    """One kernel for all tensors, also where PyTorch has one for each group of them."""
 
     def fused_adam(*args: Any, **kwargs: Any) -> tuple:
         function(*args, **kwargs)

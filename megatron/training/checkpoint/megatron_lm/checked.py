@@ -314,8 +314,8 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     Our files without a list have the sums of ``torch.save``; those with a list do not.
     """
     common, (name, *place) = files_of_state(path), place_of_state(path)
-    for needed in common if only else (FORM, METADATA, *common):
-        file_in(path, needed)
+    for needed in sorted(_in_place(only, common)) if only else (FORM, METADATA, *common):
+        file_in(path, needed).stat()
     summed = check_torch_files_in(path / name, [place])
     if only:
         return _opened(path, common, _in_place(only, common), False)
