@@ -123,12 +123,12 @@ def _use_cpu_random_state() -> None:
     def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
         torch.set_rng_state(new_state)
 
-    def add(tracker: core_random.CudaRNGStatesTracker, name: str, seed: int) -> None:
-        if name in tracker.states_ or seed in tracker.seeds_:
+    def add(self: core_random.CudaRNGStatesTracker, name: str, seed: int) -> None:
+        if name in self.states_ or seed in self.seeds_:
             raise ValueError(f"random state {name} (seed {seed}) already exists")
-        tracker.seeds_.add(seed)
-        tracker.states_[name] = torch.Generator().manual_seed(seed).get_state()
-        tracker._is_initialized = True
+        self.seeds_.add(seed)
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+        self._is_initialized = True
 
     core_random._get_cuda_rng_state = get_state
     core_random._set_cuda_rng_state = set_state
@@ -143,9 +143,9 @@ def _load_loss_scale_on_cpu() -> None:
     """core loads the loss scale with ``.cuda(device)``; ``.cpu`` takes no device."""
     from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    def load_state_dict(scaler: DynamicGradScaler, state: dict[str, Any]) -> None:
-        scaler._scale = state["scale"].to("cpu")
-        scaler._growth_tracker = state["growth_tracker"]
-        scaler._hysteresis_tracker = state["hysteresis_tracker"]
+    def load_state_dict(self: DynamicGradScaler, state_dict: dict[str, Any]) -> None:
+        self._scale = state_dict["scale"].to("cpu")
+        self._growth_tracker = state_dict["growth_tracker"]
+        self._hysteresis_tracker = state_dict["hysteresis_tracker"]
 
     DynamicGradScaler.load_state_dict = load_state_dict
