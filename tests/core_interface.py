@@ -149,6 +149,8 @@ def main(options: list[str]) -> None:
     if "--write" in options:
         return write(now, recorded()[1] if RECORD.exists() else {})
     known, judged = recorded()
+    for name in sorted(now.keys() - known.keys()):
+        print(name, "is not recorded: use --write with megatron-core 0.16.1")
     for name, found in changes(known, now).items():
         for change in found:
             if change not in judged.get(name, {}):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 from megatron.platform import core_versions
 from tests import core_interface
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
 # Overrides that leave out parameters of core's method, and why no call gives them. The constructors are called by this
@@ -38,12 +41,12 @@ LEFT_OUT = {
 
 
 def test_every_change_of_the_installed_version_is_known():
+    """A new process, because other tests let core run on a CPU with functions that replace some of core's."""
     known, judged = core_interface.recorded()
-    now = core_interface.interface()
-    assert now.keys() <= known.keys(), "run python -m tests.core_interface --write with megatron-core 0.16.1"
-    for name, found in core_interface.changes(known, now).items():
-        for change in found:
-            assert change in judged.get(name, {}), f"{name}: {change}: see tests/core_interface.py"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.core_interface"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout, f"{done.stdout}see tests/core_interface.py"
     for name, texts in judged.items():
         for change, what_we_do in texts.items():
             assert what_we_do not in ("", "?") or change.startswith("+") and what_we_do == "", (name, change)
