@@ -39,6 +39,7 @@ from megatron.context_parallel.fpdt.chunk_work import _Chunked
 from megatron.context_parallel.fpdt.chunked_ffn import _InChunks
 from megatron.context_parallel.fpdt.chunked_loss import _ChunkedLoss
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
+from megatron.context_parallel.fpdt.log_probs import _LogProbs
 from megatron.context_parallel.huggingface.decoder_loss import _Sum
 from megatron.context_parallel.layout.sequence_layout import _Gather
 from megatron.context_parallel.linear_attention.mixer import _LinearAttention
@@ -53,8 +54,8 @@ UNTYPED = {
 }
 
 TYPED = (
-    _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _Gather, _Rotate, _Drop, _Chunked, _InChunks,
-    GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _SumOverRanks,
+    _SequenceToHeads, _HeadsToSequence, _TiledAttention, _ChunkedLoss, _LogProbs, _Gather, _Rotate, _Drop, _Chunked,
+    _InChunks, GatherRows, SumRows, _Sum, _LinearAttention, _ShortConvolution, _SumOverRanks,
     _Share,
 )  # fmt: skip
 
@@ -74,9 +75,9 @@ COLLECTIVES = {
     "context_parallel.core.experts.gather_rows": f"GatherRows, SumRows, {CHECKED}",
     "context_parallel.core.experts.sum_rows": "GatherRows, SumRows",
     "context_parallel.core.spec._SumOverRanks": "_SumOverRanks",
-    "context_parallel.fpdt.chunked_loss.all_reduce": "_ChunkedLoss",
-    "context_parallel.fpdt.chunked_loss.gather": "_ChunkedLoss",
-    "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss",
+    "context_parallel.fpdt.chunked_loss.all_reduce": "_ChunkedLoss, _LogProbs",
+    "context_parallel.fpdt.chunked_loss.gather": "_ChunkedLoss, _LogProbs",
+    "context_parallel.fpdt.chunked_loss._sum_over_tensor": "_ChunkedLoss, _LogProbs",
     "context_parallel.huggingface.decoder_loss._Sum": "_Sum",
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
     "context_parallel.huggingface.trainer.ContextParallelMixin._gather_samples": REPORT,
@@ -275,19 +276,30 @@ def _(*, x: Any, function: Callable, spans: Any, parameters: Sequence[Any]) -> A
 
 
 @declare(_ChunkedLoss)
-def _(*, hidden: Any, weight: Any, labels: Any, token_weights: Any, tensor: Any, sequence_parallel: bool) -> Any:
-    group = tensor.group if tensor.size > 1 else None
-    if sequence_parallel:
+def _(*, hidden: Any, weight: Any, labels: Any, token_weights: Any, rule: Any) -> Any:
+    hidden, labels, token_weights, group = for_the_loss(hidden, [labels, token_weights], rule)
+    losses = rules.einsum("sbh,vh,sb,sb->", hidden, weight, labels, token_weights)
+    return over(rules.all_reduce, losses, group, src=V, dst=I)
+
+
+@declare(_LogProbs)
+def _(*, hidden: Any, weight: Any, bias: Any, tokens: Any, wanted: Any, rule: Any, entropy: bool, greedy: bool) -> Any:
+    rules.ignore(*(x for x in (bias, wanted) if x is not None))
+    hidden, tokens, group = for_the_loss(hidden, [tokens], rule)
+    scores = over(rules.all_reduce, rules.einsum("sbh,vh,sb->sb", hidden, weight, tokens), group, src=V, dst=I)
+    return like(scores, (1 + entropy + greedy, *tokens.shape), scores)
+
+
+def for_the_loss(hidden: Any, values: Sequence[Any], rule: Any) -> tuple[Any, ...]:
+    """Hidden states and ``values`` as each TP rank needs them, and the group of TP ranks."""
+    group = rule.tensor.group if rule.tensor.size > 1 else None
+    if rule.sequence_parallel:
         hidden = over(rules.all_gather, hidden, group, src=S(0), dst=R)
     else:
         hidden = over(rules.convert, hidden, group, src=I, dst=R)
-    for axis in axes_in(group):  # each TP rank needs them all
-        labels, token_weights = (
-            rules.convert(x, axis, src=I, dst=R) if spmd.get_local_type(x)[axis] is I else x
-            for x in (labels, token_weights)
-        )
-    losses = rules.einsum("sbh,vh,sb,sb->", hidden, weight, labels, token_weights)
-    return over(rules.all_reduce, losses, group, src=V, dst=I)
+    for axis in axes_in(group):
+        values = [rules.convert(x, axis, src=I, dst=R) if spmd.get_local_type(x)[axis] is I else x for x in values]
+    return hidden, *values, group
 
 
 @declare(_Gather)

@@ -115,6 +115,10 @@ def parts(grids: dict[str, cp.Grid], groups: dict[str, Any]):
         yield name, lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp)
         yield f"{name}, hidden states partial", lambda sp=sp: loss(grids["ulysses"], P, sp)
         yield (
+            f"{name} by log-probabilities",
+            lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp, later=True),
+        )
+        yield (
             f"{name}, differentiated without a sum",
             lambda sp=sp, hidden=hidden: loss(grids["ulysses"], hidden, sp, summed=()),
         )
@@ -160,13 +164,22 @@ def typed(x: torch.Tensor, types: dict[str, Any], differentiable: bool = True) -
     return spmd.assert_type(x.requires_grad_(differentiable and x.is_floating_point()), types)
 
 
-def loss(grid: cp.Grid, hidden: Any, sp: bool, summed: tuple[str, ...] = ("dp", "cp"), reported: bool = False) -> None:
+def loss(
+    grid: cp.Grid,
+    hidden: Any,
+    sp: bool,
+    summed: tuple[str, ...] = ("dp", "cp"),
+    reported: bool = False,
+    later: bool = False,
+) -> None:
     inputs = typed(torch.randn(4 if sp else 8, 1, 16), {"dp": V, "cp": V, "tp": hidden})
     weight = typed(torch.randn(32, 16), {"dp": R, "cp": R, "tp": V})
     others = [typed(x, {"dp": V, "cp": V, "tp": I}, False) for x in (torch.randint(0, 60, (8, 1)), torch.rand(8, 1))]
-    total = chunked_linear_cross_entropy(
-        inputs, weight, *others, chunks=2, vocab_size=60, tensor=grid.tensor, sequence_parallel=sp
-    )
+    settings = {"chunks": 2, "vocab_size": 60, "tensor": grid.tensor, "sequence_parallel": sp}
+    if later:
+        total = -(cp.log_probs(inputs, weight, others[0], **settings).log_probs * others[1]).sum()
+    else:
+        total = chunked_linear_cross_entropy(inputs, weight, *others, **settings)
     for axis in summed:
         total = spmd.reinterpret(total, {"dp": grid.data, "cp": grid.context}[axis].group, src=V, dst=P)
     if reported:

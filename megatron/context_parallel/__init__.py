@@ -18,6 +18,7 @@ from megatron.context_parallel.core.groups import current_grid, initialize_grid
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
 from megatron.context_parallel.fpdt.host_store import Offload
+from megatron.context_parallel.fpdt.log_probs import TokenScores, log_probs
 from megatron.context_parallel.layout.block_sparse import (
     BigBirdBlocks,
     BlockList,
@@ -55,6 +56,7 @@ __all__ = [
     "Outcome",
     "SequenceLayout",
     "StridedBlocks",
+    "TokenScores",
     "Window",
     "abstract_grid",
     "alibi_slopes",
@@ -64,6 +66,7 @@ __all__ = [
     "current_grid",
     "initialize_grid",
     "linear_attention",
+    "log_probs",
     "short_convolution",
     "ulysses_attention",
 ]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.core.groups import initialize_grid
-from megatron.training.model.token_scores import chunked_token_scores
+from megatron.context_parallel.fpdt.log_probs import log_probs
 from tests.distributed.test_hugging_face_load import LLAMA_SIZES
 from tests.distributed.training_runs import RUN, SHAPE, make_job
 from tests.hugging_face import save_model
@@ -49,19 +49,21 @@ def compare(tensor: int, sequence_parallel: bool, chunks: int | None, vocab: int
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     expected = expected.view(rows, batch) * counted
     part = slice(grid.tensor.rank * rows // tensor, (grid.tensor.rank + 1) * rows // tensor)
-    scores = chunked_token_scores(
+    scores = log_probs(
         states[part] if sequence_parallel else states,
         weight[grid.tensor.rank * width : (grid.tensor.rank + 1) * width],
         labels,
         counted,
         chunks=chunks,
         vocab_size=vocab,
+        greedy=True,
         tensor=grid.tensor,
         sequence_parallel=sequence_parallel,
     )
-    assert scores.shape == (2, rows, batch)
-    error = float((scores[0] - expected).abs().max())
-    return [error], [bool((scores[1] == (best == labels) * counted).all()), bool(scores[1].sum() > 4)]
+    assert scores.log_probs.shape == scores.greedy.shape == (rows, batch) and scores.entropy is None
+    error = float((scores.log_probs + expected).abs().max())
+    hits = scores.greedy
+    return [error], [bool((hits == (best == labels) * counted).all()), bool(hits.sum() > 4)]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_nan_logits_give_no_hit(pool):
 def scores_of_nan() -> float:
     states, weight = torch.full((4, 1, 8), torch.nan), torch.ones(6, 8)
     labels = torch.zeros((4, 1), dtype=torch.int64)
-    return float(chunked_token_scores(states, weight, labels, torch.ones(4, 1), vocab_size=6)[1].sum())
+    return float(log_probs(states, weight, labels, vocab_size=6, greedy=True).greedy.sum())
 
 
 # ---- grids

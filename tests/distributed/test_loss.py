@@ -115,7 +115,9 @@ def test_logits_exist_for_a_chunk_at_a_time(monkeypatch, rows, chunks, hidden):
     """The weight's gradient is added by one product if the gradients of all logits are small beside the weight."""
     pieces, products = [], []
     losses, together = chunked_loss.cross_entropy, chunked_loss.loss_and_gradient
-    monkeypatch.setattr(chunked_loss, "cross_entropy", lambda x, *rest: pieces.append(len(x)) or losses(x, *rest))
+    monkeypatch.setattr(
+        chunked_loss, "cross_entropy", lambda x, *rest, **more: pieces.append(len(x)) or losses(x, *rest, **more)
+    )
     monkeypatch.setattr(chunked_loss, "loss_and_gradient", lambda *given: products.append(1) or together(*given))
     states = torch.randn(rows, 1, hidden, dtype=torch.float64, requires_grad=True)
     weight, labels = torch.randn(10, hidden, dtype=torch.float64), torch.zeros(rows, 1, dtype=torch.int64)

@@ -69,6 +69,11 @@ def chunked_loss(grid: cp.Grid) -> Differentiable:
     return lambda x, w: chunked_linear_cross_entropy(x, w, labels, weights, chunks=3, vocab_size=WIDTH)
 
 
+def log_probs(grid: cp.Grid) -> Differentiable:
+    tokens = torch.arange(LENGTH)[:, None] % WIDTH
+    return lambda x, w: torch.stack(cp.log_probs(x, w, tokens, chunks=3, entropy=True)[:2])
+
+
 def of_hugging_face(grid: cp.Grid) -> Differentiable:
     from megatron.context_parallel.huggingface.decoder_loss import sum_for_averaged_gradients
 
@@ -122,6 +127,7 @@ TABLE: dict[str, tuple[dict[str, int], Callable[[cp.Grid], Differentiable], list
     "_Chunked": (RING, partial(chunked_layer, recompute=False), [ROWS, (WIDTH, 3 * WIDTH)]),
     "_Chunked, recompute": (ULYSSES, partial(chunked_layer, recompute=True), [ROWS, (WIDTH, 3 * WIDTH)]),
     "_ChunkedLoss": (RING, chunked_loss, [ROWS, (WIDTH, WIDTH)]),
+    "_LogProbs": (RING, log_probs, [ROWS, (WIDTH, WIDTH)]),
 }
 LINEAR = {"_Share", "_SumOverRanks"}  # second derivatives are right: their backward passes are differentiable
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of a decoder in chunks of tokens, so that the complete logits never exist.
+"""The loss and the log-probabilities of a decoder in chunks of tokens, so that the complete logits never exist.
 
-If the output layer is only a product, fpdt/chunked_loss.py computes the loss. Otherwise (soft-cap, scale, bias, LoRA)
-the model's own forward runs on chunks of the hidden states; nothing is read from its configuration.
+If the output layer is only a product, fpdt/chunked_loss.py and fpdt/log_probs.py compute them. Otherwise (soft-cap,
+scale, bias, LoRA) the model's own forward runs on chunks of the hidden states; nothing is read from its configuration.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.fpdt.log_probs import LOGITS, TokenScores, log_probs
 from megatron.context_parallel.huggingface.rank_batch import IGNORED
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
@@ -39,22 +40,55 @@ def cross_entropy_sum(model: PreTrainedModel, hidden_BSH: Tensor, targets_BS: Te
     Returns:
         A scalar in fp32 (fp64).
     """
-    if isinstance(_head(model).weight, DTensor):
-        raise ValueError("fully_shard was applied to the output layer: apply it to the complete model only")
-    hidden, targets = hidden_BSH.flatten(0, 1), targets_BS.flatten()
+    hidden, targets, weight = _inputs(model, hidden_BSH, targets_BS)
     chunks = chunks or 2 * ceil(vocabulary(model) / hidden.size(-1))
-    if not torch.is_grad_enabled():
-        hidden = hidden.detach()
-    if (weight := plain_weight(model)) is None:
-        return _own_logits_sum(model, hidden, targets, chunks)
+    if weight is None:
+        return -_own_scores(model, hidden, targets, chunks)[:, 0].sum()
     return chunked_linear_cross_entropy(
         hidden[:, None],
-        weight if torch.is_grad_enabled() else weight.detach(),
+        weight,
         targets.clamp(min=0)[:, None],
         targets.ne(IGNORED).to(accumulation_dtype(hidden.dtype))[:, None],
         chunks=chunks,
         vocab_size=weight.size(0),
     )
+
+
+def token_scores(
+    model: PreTrainedModel,
+    hidden_BSH: Tensor,
+    targets_BS: Tensor,
+    chunks: int | None,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> TokenScores:
+    """Log-probabilities and entropies [b, s] of all targets that are not ignored; see :func:`cross_entropy_sum`."""
+    hidden, targets, weight = _inputs(model, hidden_BSH, targets_BS)
+    if weight is None:
+        chunks = chunks or ceil(hidden.size(0) * vocabulary(model) / LOGITS)
+        scores = _own_scores(model, hidden, targets, chunks, temperature, entropy).unflatten(0, targets_BS.shape)
+        return TokenScores(scores[..., 0], scores[..., 1] if entropy else None)
+    scores = log_probs(
+        hidden[:, None],
+        weight,
+        targets.clamp(min=0)[:, None],
+        targets.ne(IGNORED)[:, None],
+        temperature=temperature,
+        entropy=entropy,
+        chunks=chunks,
+    )
+    return TokenScores(*(None if x is None else x.view(targets_BS.shape) for x in scores))
+
+
+def _inputs(model: PreTrainedModel, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states and targets of all samples together, and :func:`plain_weight`, without gradients if none are on."""
+    if isinstance(_head(model).weight, DTensor):
+        raise ValueError("fully_shard was applied to the output layer: apply it to the complete model only")
+    hidden, targets, weight = hidden.flatten(0, 1), targets.flatten(), plain_weight(model)
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), None if weight is None else weight.detach()
+    return hidden, targets, weight
 
 
 def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
@@ -150,15 +184,30 @@ def _head(model: PreTrainedModel) -> nn.Module:
     return model.get_output_embeddings()
 
 
-def _own_logits_sum(model: PreTrainedModel, hidden_TH: Tensor, targets: Tensor, chunks: int) -> Tensor:
-    wide = accumulation_dtype(hidden_TH.dtype)
+def _own_scores(
+    model: PreTrainedModel,
+    hidden_TH: Tensor,
+    targets: Tensor,
+    chunks: int,
+    temperature: float = 1.0,
+    entropy: bool = False,
+) -> Tensor:
+    """[t, 1 or 2]: log-probabilities and, if wanted, entropies; 0 for ignored targets, which cost nothing."""
+    wide, wanted = accumulation_dtype(hidden_TH.dtype), targets.ne(IGNORED).nonzero().squeeze(1)
+    chosen = targets[wanted]
 
-    def losses(part: Tensor, rows: Span) -> Tensor:
-        logits = logits_of(model, part[None])[0]
-        return F.cross_entropy(logits.to(wide), targets[slice(*rows)], ignore_index=IGNORED, reduction="none")
+    def scores(part: Tensor, rows: Span) -> Tensor:
+        logits = logits_of(model, part[None])[0].to(wide)
+        every = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        result = [every.gather(1, chosen[slice(*rows), None])]
+        if entropy:
+            result.append(-(every.exp() * every).sum(-1, keepdim=True))
+        return torch.cat(result, dim=1)
 
     base = {id(parameter) for parameter in model.base_model.parameters()}
     own = [*_head(model).parameters(), *(x for x in model.parameters() if id(x) not in base)]
     own = list({id(parameter): parameter for parameter in own}.values())
-    spans = even_spans(hidden_TH.size(0), chunks)
-    return apply_in_chunks(losses, hidden_TH, own, spans, shape=targets.shape, dtype=wide).sum()
+    shape = (len(wanted), 1 + entropy)
+    spans = even_spans(len(wanted), ceil(chunks * len(wanted) / max(len(targets), 1)))
+    found = apply_in_chunks(scores, hidden_TH[wanted], own, spans, shape=shape, dtype=wide)
+    return found.new_zeros((len(targets), shape[1])).index_copy(0, wanted, found)

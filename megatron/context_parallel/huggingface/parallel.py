@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -22,7 +23,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron.context_parallel.attention.ulysses import head_plan
-from megatron.context_parallel.huggingface.decoder_loss import cross_entropy_sum, sum_for_averaged_gradients
+from megatron.context_parallel.fpdt.log_probs import TokenScores
+from megatron.context_parallel.huggingface.decoder_loss import (
+    cross_entropy_sum,
+    sum_for_averaged_gradients,
+    token_scores,
+)
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
 from megatron.context_parallel.huggingface.linear_layers import (
     MIXER,
@@ -32,7 +38,7 @@ from megatron.context_parallel.huggingface.linear_layers import (
     layers_with_state,
 )
 from megatron.context_parallel.huggingface.probe import refuse_mixing
-from megatron.context_parallel.huggingface.rank_batch import Part, cut
+from megatron.context_parallel.huggingface.rank_batch import Part, cut, only_within_documents
 from megatron.context_parallel.huggingface.transformers_attention import NAME, Shared, masks_by, register
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import Balance, SequenceLayout
@@ -162,6 +168,40 @@ class ContextParallel:
         """The complete ``x`` (logits, hidden states), on every rank; ``sharded``: the result of :meth:`shard`."""
         return sharded[PART].layout.gather(x, dim)
 
+    def log_probs(
+        self,
+        batch: Mapping[str, Any],
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        gather: bool = True,
+        model: nn.Module | None = None,
+    ) -> TokenScores:
+        """Log-probabilities [b, s] of each sample's tokens: entry i is that of token i + 1. Differentiable.
+
+        It is 0 where the next token's label is -100, belongs to another document or is padding; no logits are computed
+        there. Gradients *averaged* over ``grid.context`` are those of any loss that every rank computes alike.
+
+        Args:
+            batch: as for :meth:`shard`; ``labels`` mark the tokens that are wanted, by default all.
+            temperature: logits are divided by it, after the model's own soft-cap or scale.
+            entropy: compute the entropies of the distributions of the same tokens, too.
+            gather: every rank gets all tokens, in order; else its own [b, s_local], and :meth:`total` sums a loss.
+            model: the wrapper (DDP and so on) around the model, whose hooks should run.
+        """
+        own = self.shard(only_within_documents(batch))
+        part = own[PART]
+        own[PART] = replace(part, scoring={"temperature": temperature, "entropy": entropy})
+        scores = (self.model if model is None else model)(**own)
+        if not gather:
+            return scores
+        complete = part.layout.gather(torch.stack([x for x in scores if x is not None]), dim=2)
+        return TokenScores(*complete)
+
+    def total(self, local: Tensor) -> Tensor:
+        """The sum of ``local`` over the ranks. Gradients *averaged* over ``grid.context`` are those of this sum."""
+        return sum_for_averaged_gradients(self.grid.context, local)
+
     def remove(self) -> None:
         """Restore the model, after the last backward pass. A second call does nothing."""
         while self._undo:
@@ -280,6 +320,9 @@ class ContextParallel:
             if shift_labels is None:
                 return own(**kwargs)
             output = model.base_model(**kwargs)
+            if context_part.scoring is not None:
+                hidden = output.last_hidden_state
+                return token_scores(model, hidden, shift_labels, self._loss_chunks, **context_part.scoring)
             total = cross_entropy_sum(model, output.last_hidden_state, shift_labels, self._loss_chunks)
         count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device) if isinstance(count, Tensor) else count

@@ -34,6 +34,7 @@ class Part:
         labelled: number of labels in the complete batch that are not ignored; None: it has no labels.
         longest: one more than the largest position.
         number: how many batches came before; dropout depends on it.
+        scoring: if given, the model returns log-probabilities; options of :func:`decoder_loss.token_scores`.
     """
 
     layout: SequenceLayout
@@ -41,6 +42,7 @@ class Part:
     labelled: int | None
     longest: int
     number: int
+    scoring: Mapping[str, Any] | None = None
 
     def masks(self, window: int | None) -> list[Mask]:
         """One mask for all samples or one for each; ``window``: keys that a query sees, itself included."""
@@ -97,6 +99,18 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
         own["num_items_in_batch"] = batch["num_items_in_batch"]
     labelled = None if targets is None else int(targets.ne(IGNORED).sum())
     return own, Part(layout, ends, labelled, int(positions.max()) + 1, number)
+
+
+def only_within_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with labels that are ignored where another document, or padding, begins; default: all tokens."""
+    tokens, positions, padding = (batch.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+    labels = tokens if batch.get("labels") is None else _same_shape(batch["labels"], tokens, "labels")
+    labels = labels.clone()
+    if padding is not None and batch.get("labels") is None:
+        labels[padding == 0] = IGNORED
+    for sample, ends in zip(labels, _ends(tokens, positions)):
+        sample[list(ends[:-1])] = IGNORED
+    return {**batch, "labels": labels}
 
 
 def _same_shape(x: Tensor, tokens: Tensor, name: str) -> Tensor:

@@ -395,11 +395,11 @@ def _loss(cache: CallCache, loss: Callable) -> Callable:
     """Replays the loss in chunks, which FPDT uses."""
 
     @wraps(loss)
-    def run(tokens: Tensor, weight: Tensor, targets: Tensor, scale: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        vocab_size, _, spans, needs_grad, softcap = others
-        key = "loss", vocab_size, tuple(spans), needs_grad, softcap
+    def run(tokens: Tensor, weight: Tensor, bias: None, targets: Tensor, scale: Tensor, *others: Any) -> tuple:
+        _, rule, spans, needs_grad = others
+        key = "loss", rule.vocab_size, tuple(spans), needs_grad, rule.softcap, rule.temperature
         given = [tokens, weight, targets, scale]
-        return tuple(cache.call(weight, key, given, lambda: loss(tokens, weight, targets, scale, *others)))
+        return tuple(cache.call(weight, key, given, lambda: loss(tokens, weight, bias, targets, scale, *others)))
 
     return run
 

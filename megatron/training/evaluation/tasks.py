@@ -83,10 +83,11 @@ def _schedule_group(config: Config, chunks: int) -> int:
 
 
 def _sums(groups: int, groups_of: GroupsOf | None, batch: dict[str, Tensor | None], scores: Tensor) -> Tensor:
-    """The sums [groups, 3] of this rank's scores [2, b, s_local], see :func:`score`."""
+    """The sums [groups, 3] of this rank's log-probabilities and hits [2, b, s_local], see :func:`score`."""
     index = batch["groups"] if groups_of is None else groups_of(batch)
     counted = (batch["loss_mask"] != 0).flatten()
-    values = torch.cat((scores.flatten(1), torch.ones_like(scores[:1]).flatten(1))).t().double()[counted]
+    losses, hits = -scores[0].flatten(), scores[1].flatten()
+    values = torch.stack((losses, hits, torch.ones_like(hits))).t().double()[counted]
     return values.new_zeros((groups, 3)).index_add_(0, index.flatten()[counted], values)
 
 
@@ -96,13 +97,13 @@ def _scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
     was_training = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
-        unwrap(chunk).scores_tokens = True
+        unwrap(chunk).scoring = {"greedy": True}
     try:
         yield
     finally:
         for chunk, training in zip(chunks, was_training):
             chunk.train(training)
-            unwrap(chunk).scores_tokens = False
+            unwrap(chunk).scoring = None
 
 
 FIRST_BUCKET = 128  # tokens; each further bucket ends at twice the position

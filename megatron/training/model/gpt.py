@@ -18,9 +18,9 @@ from megatron.context_parallel.core.learned_positions import PartitionedEmbeddin
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
+from megatron.context_parallel.fpdt.log_probs import log_probs
 from megatron.context_parallel.layout.documents import samples
 from megatron.context_parallel.layout.grid import Axis
-from megatron.training.model.token_scores import chunked_token_scores
 
 
 class LongContextGPT(GPTModel):
@@ -44,7 +44,7 @@ class LongContextGPT(GPTModel):
         self.settings, self._samples = settings, None
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
-        self.scores_tokens = False  # see _postprocess
+        self.scoring: dict[str, Any] | None = None  # see _postprocess
         self.softcap = softcap
         self.ahead: dict[str, Tensor] = {}
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
@@ -139,17 +139,17 @@ class LongContextGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """As core's; with ``loss_chunks`` the result is the sum of all losses, weighted by ``loss_mask``.
 
-        With ``scores_tokens``, which only an evaluation sets, the result is [2, b, s_local]: for each token that
-        ``loss_mask`` keeps, its loss and whether the prediction was right.
+        With ``scoring``, which are options of :func:`log_probs`, the result is what that function returns for the
+        tokens that ``loss_mask`` keeps, as one tensor [1 to 3, b, s_local].
         """
-        if self.mtp_process and self.post_process and not self.scores_tokens:
+        if self.mtp_process and self.post_process and self.scoring is None:
             if labels is None:
                 return self._logits(hidden_states).transpose(0, 1).contiguous()
             if self.training and self.ahead:
                 hidden_states = self._predict_ahead(hidden_states)
             return self._losses(hidden_states, labels, kwargs["loss_mask"])
         kwargs["mtp_in_postprocess"] = False
-        if not self.post_process or labels is None or not (self.loss_chunks or self.scores_tokens):
+        if not self.post_process or labels is None or not (self.loss_chunks or self.scoring is not None):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
         return self._losses(hidden_states, labels, kwargs["loss_mask"])
 
@@ -178,7 +178,7 @@ class LongContextGPT(GPTModel):
 
     def _losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """See :meth:`_postprocess`; [b, s_local] without chunks."""
-        if not (self.loss_chunks or self.scores_tokens):
+        if not (self.loss_chunks or self.scoring is not None):
             return self.compute_language_model_loss(labels, self._logits(hidden_states))
         tied = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
         weight = _ready_weight(self.embedding.word_embeddings if tied else self.output_layer)
@@ -191,8 +191,9 @@ class LongContextGPT(GPTModel):
             "offload": self.chunks.offload if self.chunks is not None else None,
             "softcap": self.softcap,
         }
-        if self.scores_tokens:
-            return chunked_token_scores(*inputs, **settings).transpose(1, 2)
+        if self.scoring is not None:
+            scores = log_probs(*inputs, **settings, **self.scoring)
+            return torch.stack([x for x in scores if x is not None]).transpose(1, 2)
         return chunked_linear_cross_entropy(*inputs, **settings)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
