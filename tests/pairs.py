@@ -24,7 +24,7 @@ AMOUNTS = (
     "--ffn-chunks",
     "--loss-chunks",
 )
-# Settings that are ignored, because they follow from others or only shorten a run.
+# Settings that are ignored, because they follow from others, only shorten a run or have a test of their own.
 PLAIN = (
     "--fpdt",
     "--group-query-attention",
@@ -34,6 +34,7 @@ PLAIN = (
     "--micro-batch-size 4",
     "--global-batch-size",
     "--recompute-num-layers",
+    "--keep-attention",
 )
 # Settings that interact; for any other setting one occurrence is enough.
 AXES = ("--tensor", "--ulysses", "--ring", "--pipeline", "--zero", "--fpdt", "saved --", "loaded --")

@@ -30,10 +30,11 @@ class Record:
         recompute: ``none``, ``full``, ``op`` (every second product, operations between), ``alternate`` (every second
             layer), or a share of the layers.
         kernel: of attention: ``flash1``, ``flash`` (FlashAttention-2), ``flash_attn`` (3 on Hopper), ``cudnn``.
-        runs: ``eager``, ``compiled`` (torch.compile) or ``fused`` (Transformer Engine's and apex' kernels).
+        runs: ``eager``, ``compiled`` (torch.compile), ``fused`` (Transformer Engine's and apex' kernels) or ``ours``.
         overlap: TP's transfers overlap its products, and messages of a pipeline with virtual stages overlap its work.
         balance: how a ring splits the sequence.
         offload: layer inputs are kept in host memory.
+        fpdt_chunk: FPDT's chunk in tokens, in host memory; 0: no FPDT.
         gradients: how its program sums them over ranks: ``fp32`` or ``bf16``.
         weights: how new ones reach all ranks: by one ``gather``, or by a ``broadcast`` of each rank's shard.
         optimizer: where its step runs: ``gpu``, ``cpu`` (at host memory's speed) or ``deepspeed`` (also the CPU).
@@ -69,6 +70,7 @@ class Record:
     overlap: bool = False
     balance: str = "zigzag"
     offload: bool = False
+    fpdt_chunk: int = 0
     gradients: str = "fp32"
     weights: str = "gather"
     optimizer: str = "gpu"

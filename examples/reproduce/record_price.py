@@ -67,7 +67,7 @@ def strategy_of(record: Record, recompute: str) -> Strategy:
     return Strategy(
         tensor=record.tp, ulysses=record.ulysses, ring=record.ring, pipeline=record.pp, virtual=record.vp,
         data=record.shard or record.dp, micro_batch=record.micro_batch, zero=record.zero, recompute=recompute,
-        offload_checkpoints=record.offload and recompute == "full",
+        offload_checkpoints=record.offload and recompute == "full", fpdt_chunk=record.fpdt_chunk,
         fused=record.runs != "eager", balance=record.balance,
     )  # fmt: skip
 

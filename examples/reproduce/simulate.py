@@ -28,7 +28,7 @@ def cluster(name: str) -> Machine:
     """A paper's machines: a shipped machine with constants fitted by fit.py. All heads run on the machine's usual
     attention kernel, also GenSLM's heads of 90, for which our program would use Triton."""
     machine = load(CLUSTERS / f"{name}.json")
-    return replace(machine, kernels=dict.fromkeys(machine.kernels, machine.attention_share()))
+    return replace(machine, kernels=dict.fromkeys(machine.kernels, machine.kernels.get(machine.plain_kernel(), 1.0)))
 
 
 class Clock(Protocol):

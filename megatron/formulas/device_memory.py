@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.formulas.host_bytes import host_memory
-from megatron.formulas.layer_memory import chunked_layer, norm_kept, whole_layer
+from megatron.formulas.layer_memory import attention_apart, chunked_layer, norm_kept, whole_layer
 from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload, changed, refuse_unknown
@@ -150,10 +150,12 @@ def _backward_peaks(
     share, mean = layers.with_experts, whole
     if 0 < share < 1:
         mean = int(share * whole + (1 - share) * layer_of(plain, strategy, itemsize, fused).kept)
-    kept, recomputed = _kept(workload, layers, mean, whole, state, stage)
+    apart = attention_apart(workload, strategy, itemsize, fused)
+    kept, recomputed = _kept(workload, layers, mean, whole, state, stage, apart * (layers.count * again + layers.below))
+    recomputed -= apart * again  # the layer that runs has its attention's result in what it needs
     temporary, unfinished = recomputed + layer.backward, layers.below + layers.count
     made = weights.output_share
-    moments = [(kept, layer.forward, weights.gathered(unfinished, 1), 0)] if again else []
+    moments = [(kept, layer.forward - apart, weights.gathered(unfinished, 1), 0)] if again else []
     if not layers.above:  # backward of the last layer
         moments.append((kept, temporary + weights.output_sent, weights.gathered(unfinished, unit), made))
     if strategy.zero < 2:
@@ -166,7 +168,7 @@ def _backward_peaks(
     # Backward of a unit's last layer, while FSDP sums another layer's gradients: in the next unit or in the first.
     first = layers.dense // unit  # layers without experts at the beginning of the stage need less
     places = {1, units - first - 2, units - first - 1} if one_by_one else {1}
-    unit_kept = state if again else layer.kept
+    unit_kept = state + apart if again else layer.kept
     for finished in range(0 if layers.above else 1, units):
         if finished and finished not in places:
             continue
@@ -201,8 +203,10 @@ def _mixed_peaks(
     """
     strategy, recomputes = layers.strategy, layers.strategy.recompute == "full"
     each = [whole_layer(changed(workload, {"shape": kind}), strategy, itemsize, fused) for kind in kinds]
-    state, top = sizes_of(workload, strategy, itemsize).hidden, len(kinds) - 1
-    kept, _ = _kept(workload, layers, sum(layer.kept for layer in each) // len(each), 0, state, stage)
+    state = sizes_of(workload, strategy, itemsize).hidden
+    aparts = [attention_apart(changed(workload, {"shape": kind}), strategy, itemsize, fused) for kind in kinds]
+    mean, top = sum(layer.kept for layer in each) // len(each), len(kinds) - 1
+    kept, _ = _kept(workload, layers, mean, 0, state, stage, sum(aparts))
     moments: list[Moment] = []
     freed, seen = 0, set()
     for index in range(top, -1, -1):
@@ -212,19 +216,22 @@ def _mixed_peaks(
             gathered = weights.gathered(index + 1, 1)
             made = weights.output_share + weights.made(index + 1)
             sent = weights.output_sent if index == top else weights.sent(index + 1)
-            own = 0 if recomputes else layer.kept
+            own = aparts[index] if recomputes else layer.kept
             moments.append((kept - freed, layer.backward - own + sent, gathered, made))
             if recomputes:
-                moments.append((kept - freed, layer.forward, gathered, made))
-        freed += layer.kept if not recomputes else 0 if strategy.offload_checkpoints else state
+                moments.append((kept - freed, layer.forward - own, gathered, made))
+        freed += layer.kept if not recomputes else aparts[index] + (0 if strategy.offload_checkpoints else state)
     return kept, moments
 
 
-def _kept(workload: Workload, layers: _Layers, mean: int, layer: int, hidden: int, stage: int) -> tuple[int, int]:
+def _kept(
+    workload: Workload, layers: _Layers, mean: int, layer: int, hidden: int, stage: int, apart: int
+) -> tuple[int, int]:
     """(bytes kept by the micro-batches in flight before the backward pass of the last, bytes that recompute adds).
 
     Without recompute the second number is minus one layer, because the layer that runs backward is among those kept.
-    Layers below keep their inputs only. ``mean``, ``layer``: what a layer keeps, on average and the last of them.
+    Layers below keep their inputs only, and recomputed layers ``apart`` beside them. ``mean``, ``layer``: what a layer
+    keeps, on average and the last of them.
     """
     strategy, count = layers.strategy, layers.count
     per_batch, again = hidden + count * mean, -layer  # bytes of a micro-batch
@@ -237,6 +244,7 @@ def _kept(workload: Workload, layers: _Layers, mean: int, layer: int, hidden: in
         again = -hidden if strategy.fpdt_chunk and unit == 1 else (unit - 1) * layer
     else:
         per_batch += layers.below * hidden
+    per_batch += apart
     if strategy.offload_checkpoints:
         per_batch -= max(inputs - 2, 0) * hidden  # the device holds two: the one in use and the prefetched one
     stages, micro_batches = strategy.pipeline, max(strategy.micro_batches(workload), 1)

@@ -113,7 +113,8 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
     """Forward passes with recompute.
 
     FPDT's backward pass computes projections and the FFN again chunk by chunk. Full recompute adds one forward pass of
-    the QKV projection and attention, and in units of several layers also one of the output projection and the FFN.
+    the QKV projection and attention (unless that is kept), and in units of several layers also one of the output
+    projection and the FFN.
     """
     refuse_unknown(workload.shape, strategy)
     if strategy.recompute == "full" and strategy.recompute_method == "block":
@@ -125,7 +126,8 @@ def passes_of(workload: Workload, strategy: Strategy) -> Passes:
         unit = full and strategy.recompute_layers > 1
         return Passes(qkv=2 + full, attention=1 + full, out=2 + unit, ffn=2 + unit)
     ffn_again = bool(chunks_of(workload, strategy).ffn)  # backward computes each piece of the FFN again
-    return Passes(qkv=1 + full, attention=1 + (strategy.recompute != "none"), out=1 + full, ffn=1 + full + ffn_again)
+    attention = 1 + (strategy.recompute != "none" and not strategy.keep_attention)
+    return Passes(qkv=1 + full, attention=attention, out=1 + full, ffn=1 + full + ffn_again)
 
 
 @lru_cache(maxsize=65536)

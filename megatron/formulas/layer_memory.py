@@ -65,6 +65,16 @@ def _mixer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -
     return Layer(kept + sizes.hidden, forward, kept + sizes.hidden + working)
 
 
+def attention_apart(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes of attention's output and lse that a recomputed layer keeps beside its input (--keep-attention)."""
+    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
+    if not strategy.keep_attention or shape.linear or not shape.mixes:
+        return 0
+    # A CPU's kernel computes with values as large as keys, and its output is a part of that.
+    padded = not fused and strategy.ring == 1 and shape.value_dim < shape.head_dim
+    return (sizes.local_q if padded else sizes.local_out) + sizes.lse
+
+
 def _ffn(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
     """The FFN of a layer, with its norm and its output."""
     shape, sizes, chunks = workload.shape, sizes_of(workload, strategy, itemsize), chunks_of(workload, strategy)

@@ -268,6 +268,7 @@ class Strategy:
         recompute: ``none``, ``selective`` (attention only) or ``full``.
         recompute_method: of full recompute: ``uniform``, or ``block``, which recomputes the first layers of a stage.
         recompute_layers: layers in a recomputed unit; with ``block``, recomputed layers of a stage.
+        keep_attention: with ``full``, attention's output and lse are kept, and only the rest is recomputed.
         offload_checkpoints: layer inputs are kept in host memory.
         fpdt_chunk: FPDT's chunk in global tokens; 0: no FPDT.
         fpdt_offload: FPDT's chunks are kept in host memory.
@@ -291,6 +292,7 @@ class Strategy:
     zero: int = 1
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int = 1
+    keep_attention: bool = False
     offload_checkpoints: bool = False
     fpdt_chunk: int = 0
     fpdt_offload: bool = True

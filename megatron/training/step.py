@@ -24,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.core_attention import forget_kept
 from megatron.context_parallel.layout.documents import samples_tensor
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
@@ -137,6 +138,7 @@ def train_step(
     mark = with_profiler_ranges(mark)
     for chunk in chunks:
         chunk.zero_grad_buffer()
+        forget_kept(chunk)
     optimizer.zero_grad()
     step = partial(forward_step, runtime, mark=mark, length=length)
     reports = run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)

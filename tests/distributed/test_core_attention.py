@@ -592,3 +592,35 @@ def test_a_chunk_of_fpdt_has_its_share_of_the_spans_of_the_ffn(monkeypatch, ffn_
     )  # fmt: skip
     transformer_layer.ChunkedTransformerLayer._chunked(layer, torch.ones(1), Samples((7,)))
     assert made[0]["ffn_pieces"] == pieces and made[0]["recompute"] is training
+
+
+def gradients_with_kept_results(swapped: bool) -> bool:
+    """Whether the gradients of two micro-batches in flight, as in a pipeline, are those of plain attention."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    from megatron.context_parallel.core.core_attention import forget_kept
+    from megatron.platform.cpu import run_core_on_cpu
+
+    run_core_on_cpu()
+    batches = [torch.randn(3, LENGTH, 1, HEADS, SIZE, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    plain, keeping = core_attention(), core_attention({"keep": True})
+    expected = [torch.autograd.grad(plain(*batch).square().sum(), batch)[0] for batch in batches]
+    losses = [checkpoint(keeping, False, *batch).square().sum() for batch in batches]
+    assert len(keeping.kept) == 2
+    if swapped:
+        keeping.kept.reverse()
+    for loss in losses:
+        loss.backward()
+    assert not keeping.kept
+    keeping(*batches[0])  # a layer that is not recomputed
+    assert not keeping.kept
+    checkpoint(keeping, False, *batches[0])  # a step that fails leaves its results
+    forget_kept(keeping)
+    assert not keeping.kept
+    return all(torch.allclose(batch.grad, grad, rtol=0, atol=1e-12) for batch, grad in zip(batches, expected))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_recomputed_layer_takes_the_result_that_it_kept(pool, swapped):
+    """The oldest: in another order the gradients are wrong."""
+    assert pool.run(gradients_with_kept_results, 1, swapped) == [not swapped]

@@ -37,7 +37,7 @@ LLAMA_CASES = [
     (2, f"{GQA} {BOTH}", cp(2, 1)),
     (2, f"{GQA} {BOTH}", f"{cp(1, 2)} {FULL}"),
     (2, f"{GQA} {BOTH}", "--micro-batch-size 1"),
-    (2, f"{GQA} {BOTH}", f"{P2} {FULL}"),
+    (2, f"{GQA} {BOTH}", f"{P2} {FULL} --keep-attention"),
     (2, f"{GQA} {BOTH}", f"{ZERO3} --micro-batch-size 1 {FULL}"),
     (2, f"{GQA} {HIDDEN}", f"{T2} {SP}"),
     (2, f"{GQA} {WEIGHTS}", f"{cp(2, 1)} {FPDT}"),

@@ -91,7 +91,7 @@ CASES = [
     (4, DROPPED, f"{T2} {cp(2, 1)} {ep(2)}"),
     (2, FIRST, f"{cp(1, 2)}"),
     (4, FIRST, f"{cp(2, 2)} {ep(4)} {A2A}"),
-    (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL}"),
+    (4, DROPOUT, f"{cp(2, 2)} {ep(2)} {FULL} --keep-attention"),
     (2, DOCUMENTS, f"--ring-parallel-size 2 {ep(2)}"),
     (2, f"{DOCUMENTS} --moe-expert-capacity-factor 1", f"--ring-parallel-size 2 {ep(2)} {A2A}"),
     (2, SINKHORN, f"{cp(1, 2)} {ep(2)} {A2A} {FULL}"),

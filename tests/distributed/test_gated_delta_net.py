@@ -61,7 +61,7 @@ CASES = [
     (4, HYBRID, f"{T2} {cp(2, 1)} {SELECTIVE}"),
     (8, HYBRID, f"{SP} {cp(2, 2)} --linear-attention-exchange gather"),
     (2, HYBRID, f"{P2} {UNEVEN}"),
-    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2)} {FULL}"),
+    (4, HYBRID, f"{P2} {UNEVEN} {cp(1, 2)} {FULL} --keep-attention"),
     (2, HYBRID, "--zero-stage 2"),
     (4, HYBRID, f"{cp(1, 2)} --zero-stage 3 {FULL}"),
     (4, HYBRID, f"{SP} --zero-stage 3"),

@@ -23,6 +23,7 @@ ZERO1, ZERO2, ZERO3 = "--zero-stage 1", "--zero-stage 2", "--zero-stage 3"
 GPT = "--hidden-dropout 0 --attention-dropout 0"  # learned positions, LayerNorm, GELU, biases, tied embeddings
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
+KEEP = "--keep-attention"
 SELECTIVE = "--recompute-granularity selective"
 GATHER = "--cp-comm-type all_gather"
 ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -111,6 +112,11 @@ LLAMA_CASES = [
     (4, f"{GQA} --num-layers 6", f"{P4} --micro-batch-size 1 {ACCOUNT}"),
     (2, GQA, f"{P2} --pipeline-model-parallel-layout Et|tt|t|L {ZERO1} --micro-batch-size 1"),
     (4, f"{GQA} --num-layers 5", f"{P4} --pipeline-model-parallel-layout E|(tt|)*2tL {FULL} --micro-batch-size 1"),
+    (1, GQA, f"{FULL} {KEEP}"),
+    (2, GQA, f"{P2} {V2} {FULL} {KEEP} --micro-batch-size 1"),
+    (4, MQA, f"{T2} {SP} {cp(1, 2)} {FULL} {KEEP} --offload-checkpoints"),
+    (4, GQA, f"{P2} {cp(1, 2)} {BLOCK} {KEEP}"),
+    (4, GQA, f"{cp(2, 2)} {GATHER} {FULL} {KEEP}"),
 ]
 GPT_CASES = [
     (2, MHA, cp(1, 2)),

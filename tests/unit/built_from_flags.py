@@ -106,6 +106,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
         seen["rules"] = [(repr(one.rule.mask), one.rotary and repr(one.rotary.rope)) for one in settings.layers]
         seen["host memory"] = chunks is not None and chunks.offload is not None
+        seen["kept attention"] = settings.keep
         seen["streamed"] = chunks is not None and chunks.streamed
         seen.update({f"layers.{name}": value for name, value in arguments.items()})
 

@@ -94,6 +94,7 @@ def flags(case: Case) -> list[str]:
         "--recompute-granularity selective": strategy.recompute == "selective",
         f"--recompute-granularity full --recompute-method {strategy.recompute_method}": strategy.recompute == "full",
         f"--recompute-num-layers {strategy.recompute_layers}": strategy.recompute == "full",
+        "--keep-attention": strategy.keep_attention,
         "--offload-checkpoints": strategy.offload_checkpoints,
         f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
         "--fpdt-stream-hidden": strategy.stream_hidden,

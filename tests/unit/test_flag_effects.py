@@ -204,6 +204,7 @@ EFFECTS = f"""
 | --recompute-granularity selective | core.recompute_granularity
 | --recompute-activations | core.recompute_granularity
 {FULL} uniform --recompute-num-layers 1 | --recompute-method block | core.recompute_method
+{FULL} uniform --recompute-num-layers 1 | --keep-attention | kept-attention
 {FULL} uniform --recompute-num-layers 1 | --recompute-num-layers 2 | core.recompute_num_layers
 | --fpdt --fpdt-chunk-size 16 | attention-chunks ffn-chunks in-chunks loss-chunks host-memory
 --fpdt --fpdt-chunk-size 16 | --fpdt-chunk-size 32 | attention-chunks ffn-chunks

@@ -36,6 +36,7 @@ LONG, MANY_WORDS = replace(GQA, layers=10), replace(GQA, vocab=16384)
 STREAMED = {"fpdt_chunk": 512, "recompute": "full", "stream_hidden": True}
 OPT = Shape(4, 256, 1024, 8, 8, 32, 512, gated=False, bias=True, layer_norm=True, tied=True, positions=2048)
 FULL_RECOMPUTE = {"recompute": "full"}
+KEPT = {"recompute": "full", "keep_attention": True}
 BLOCK = {"recompute": "full", "recompute_method": "block", "recompute_layers": 2}
 IN_RUNS = {"recompute": "full", "recompute_layers": 2, "ffn_chunks": 4}
 UNITS = {"recompute": "full", "recompute_layers": 2, "fpdt_chunk": 512, "data": 2}
@@ -243,6 +244,18 @@ FULL = [  # combinations of the settings above
     case("bf16", TWO, S(zero=0), itemsize=2),
     case("zero 2", GQA, S(zero=2, data=2), 2),
     case("recomputed", GQA, S(recompute="full")),
+    case("attention kept", GQA, S(**KEPT)),
+    case("attention kept, bf16", GQA, S(data=2, **KEPT), 2, itemsize=2),
+    case("attention kept, Ulysses", TWO, S(ulysses=8, data=2, **KEPT), 2, itemsize=2),
+    case("attention kept, Ring, ZeRO 3", GQA, S(ring=2, zero=3, data=2, **KEPT), 2, rank=1, itemsize=2),
+    case("attention kept, pipeline", GQA, S(pipeline=4, **KEPT), 8),
+    case("attention kept, offloaded", GQA, S(offload_checkpoints=True, **KEPT)),
+    case("attention kept, some layers", GQA, S(data=2, keep_attention=True, **BLOCK), 2, itemsize=2),
+    case("attention kept, latents", LATENT, S(ulysses=2, **KEPT), itemsize=2),
+    case("attention kept, latents, fp32", LATENT, S(**KEPT)),
+    case("attention kept, states", HYBRID, S(data=2, **KEPT), 2, itemsize=2),
+    case("attention kept, all kinds", ALL_KINDS, S(ulysses=2, ring=2, expert=4, **KEPT), rank=2),
+    case("attention kept, experts, ZeRO 3", MOE, S(zero=3, data=2, expert=2, **KEPT), 2, itemsize=2),
     case("tensor", TWO, S(tensor=2, data=2), 2, itemsize=2),
     case("ulysses", TWO, S(ulysses=2, data=2), 2),
     case("ring", TWO, S(ring=2, data=2), 2, rank=1),

@@ -88,6 +88,7 @@ def test_plans_are_accepted_by_the_program(model: str, length: int, batch: int, 
         assert (config.attention.recompute_granularity or "none") == s.recompute
         assert (chunks.fpdt_chunk_size if chunks.fpdt else 0) == s.fpdt_chunk
         assert chunks.offload_checkpoints == s.offload_checkpoints
+        assert config.attention.keep_attention == s.keep_attention
         assert config.data.global_batch_size == batch
 
 

@@ -402,6 +402,17 @@ REFUSALS = [
     ),
     ("--fpdt --fpdt-chunk-size 64 --recompute-activations", 1, "selective --fpdt leave it out"),
     ("--offload-checkpoints", 1, "--offload-checkpoints --recompute-granularity full --fpdt"),
+    ("--keep-attention", 1, "--keep-attention --recompute-granularity full"),
+    (
+        "--keep-attention --fpdt --fpdt-chunk-size 64 --recompute-granularity full --recompute-method uniform",
+        1,
+        "--keep-attention --fpdt leave it out",
+    ),
+    (
+        "--keep-attention --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        1,
+        "--keep-attention --recompute-num-layers 1",
+    ),
     (
         "--offload-checkpoints --recompute-granularity full --recompute-method block --recompute-num-layers 2",
         1,

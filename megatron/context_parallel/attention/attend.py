@@ -10,6 +10,7 @@ See ring.py for the sources of blocks, and kernels/ for the contract of kernels 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megatron.context_parallel.attention.rule import TileKernel
 from megatron.platform.autograd import once_differentiable
 
 Source = RingSource | GatherSource | LatentSource
+Kept = deque[tuple[Tensor, Tensor]]  # outputs and lse of passes that will run again, the oldest first
 
 
 def tiled_attention(
@@ -33,6 +35,7 @@ def tiled_attention(
     kernel: TileKernel,
     sinks: Tensor | None = None,
     up: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to all keys that ``source`` gives.
 
@@ -45,11 +48,17 @@ def tiled_attention(
         up: [heads, N + V, C] makes keys and values of latents (latent_blocks.py): ``v_SBHD`` are the latents
             [s, b, 1, C], and ``k_SBHD`` the part of the keys that all heads share, [s, b, 1, d - N]. A rank's gradient
             has the part of its own queries and heads alone.
+        kept: of a layer that recompute runs twice. The pass without gradients adds its result; the pass with gradients
+            takes it and computes no tile. Both make their calls in the same order.
 
     Returns:
         out [s, b, heads, head size of v (V)], in the dtype of q; 0 for queries without any key.
     """
-    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, up, source, kernel)
+    if kept is not None and not torch.is_grad_enabled():
+        kept.append(attend_all(q_SBHD, k_SBHD, v_SBHD, _of_latents(source, up, q_SBHD, k_SBHD), kernel, sinks))
+        return kept[-1][0]
+    known = None if kept is None else kept.popleft()
+    return _TiledAttention.apply(q_SBHD, k_SBHD, v_SBHD, sinks, up, source, kernel, known)
 
 
 def attend_all(
@@ -106,8 +115,9 @@ class _TiledAttention(torch.autograd.Function):
         up: Tensor | None,
         source: RingSource | GatherSource,
         kernel: TileKernel,
+        known: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        out, lse = attend_all(q, k, v, _of_latents(source, up, q, k), kernel, sinks)
+        out, lse = known or attend_all(q, k, v, _of_latents(source, up, q, k), kernel, sinks)
         ctx.save_for_backward(q, k, v, out, lse, sinks, up)
         ctx.source, ctx.kernel = source, kernel
         return out
@@ -119,7 +129,7 @@ class _TiledAttention(torch.autograd.Function):
         source = _of_latents(ctx.source, up, q, k)
         grads = attend_all_grad(dout, q, k, v, out, lse, source, ctx.kernel)
         dsinks = sinks_grad(sinks, dout, out, lse).to(sinks.dtype) if ctx.needs_input_grad[3] else None
-        return *grads, dsinks, source.up_grad() if up is not None else None, None, None
+        return *grads, dsinks, source.up_grad() if up is not None else None, None, None, None
 
 
 def _of_latents(source: RingSource | GatherSource, up: Tensor | None, q: Tensor, k: Tensor) -> Source:

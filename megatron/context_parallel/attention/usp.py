@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.attend import tiled_attention
+from megatron.context_parallel.attention.attend import Kept, tiled_attention
 from megatron.context_parallel.attention.ring import GatherSource, RingSource
 from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.attention.rule import AttentionRule, one_dtype
@@ -81,11 +81,13 @@ def attention_by_rule(
     rule: AttentionRule,
     masks: Sequence[Mask],
     key_layout: SequenceLayout | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """:func:`attention` with its options given as a rule.
 
     Args:
         masks: one for all samples of the batch, or one for each; they replace the rule's mask.
+        kept: see :func:`~megatron.context_parallel.attention.attend.tiled_attention`.
     """
     refuse_transforms("attention")
     q, k, v = one_dtype(q, k, v)
@@ -103,7 +105,7 @@ def attention_by_rule(
     rules = [replace(rule, mask=mask) for mask in masks]
     if len(rules) > 1 and rule.dropout is not None:
         rules = [replace(each, dropout=rule.dropout.of_samples(i, i + 1)) for i, each in enumerate(rules)]
-    local = partial(local_attention, layout=layout, key_layout=key_layout)
+    local = partial(local_attention, layout=layout, key_layout=key_layout, kept=kept)
 
     def by_sample(*qkv: Tensor) -> Tensor:
         if len(rules) == 1:
@@ -122,6 +124,7 @@ def local_attention(
     layout: SequenceLayout,
     rule: AttentionRule,
     key_layout: SequenceLayout | None = None,
+    kept: Kept | None = None,
 ) -> Tensor:
     """Attention of this rank's heads over the ring, between Ulysses' two all-to-alls."""
     grid = layout.grid
@@ -135,4 +138,4 @@ def local_attention(
     else:
         source = RingSource(plan.ring(), grid.ring)
     sinks = rule.local_sinks(q_SBHD, grid.ulysses)
-    return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks, up=up)
+    return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks, up=up, kept=kept)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +19,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from megatron.context_parallel.attention.attend import Kept
 from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.layout.documents import Samples, samples
@@ -42,6 +45,7 @@ class ContextParallelAttention(MegatronModule):
     Attributes:
         rule: the attention rule of this layer.
         up: gives the up-projection of latents, if keys and values are sent as latents: see ``AttentionRule``.
+        kept: results of micro-batches whose layers will be recomputed; None: they are computed again.
 
     Raises:
         ValueError: an option is not supported.
@@ -85,6 +89,7 @@ class ContextParallelAttention(MegatronModule):
             self.window = config.window_size
         self.rule = replace(settings.rule, mask=self._mask(attn_mask_type), scale=softmax_scale)
         self.up: Callable[[], Tensor] | None = None
+        self.kept: Kept | None = deque() if settings.keep else None
         tensor = settings.layout.grid.tensor
         self.heads = config.num_attention_heads // tensor.size
         self.first_head = tensor.rank * self.heads
@@ -148,6 +153,7 @@ class ContextParallelAttention(MegatronModule):
             layout=self.settings.layout_of(batch),
             rule=replace(rule, dropout=self.dropout_of(batch), sinks=self.sinks(query.device), up=up),
             masks=self.settings.masks_of(batch, rule.mask),
+            kept=self.kept if random.is_checkpointing() else None,
         )
         return out.flatten(2)
 
@@ -198,6 +204,13 @@ class ContextParallelAttention(MegatronModule):
         if not self.training:
             return None
         return self.settings.dropout.of_weights(self.layer_number, batch, self.first_head)
+
+
+def forget_kept(model: nn.Module) -> None:
+    """Drop the results that attention keeps for recompute. A step that failed may have left some."""
+    for module in model.modules():
+        if isinstance(module, ContextParallelAttention) and module.kept is not None:
+            module.kept.clear()
 
 
 def with_packed(batch: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:

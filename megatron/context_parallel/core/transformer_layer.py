@@ -60,6 +60,7 @@ class AttentionSettings:
         rotary: RoPE; None if positions are encoded otherwise.
         dropout: probabilities; core's own dropout is 0.
         latents: multi-latent attention sends latents, not keys and values.
+        keep: layers that core recomputes keep attention's result, so that it is computed once.
         layers: rule and RoPE of each layer of the complete model, in place of ``rule`` and ``rotary``; empty: all have
             these.
     """
@@ -70,6 +71,7 @@ class AttentionSettings:
     rotary: LayoutRotaryEmbedding | None = None
     dropout: ModelDropout = ModelDropout()
     latents: bool = False
+    keep: bool = False
     layers: tuple[LayerRule, ...] = ()
 
     def of_layer(self, number: int) -> AttentionSettings:

@@ -284,9 +284,9 @@ def _layer_key(strategy: Strategy) -> Strategy:
 def _ends_key(strategy: Strategy) -> Strategy:
     """The strategy without fields that do not change the ends' price. FPDT's chunk size decides the loss's chunks."""
     return strategy.but(
-        recompute="none", recompute_layers=1, recompute_method="uniform", offload_checkpoints=False,
-        fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0, zero=_summing(strategy),
-        expert=1, expert_tensor=1, **_IRRELEVANT,
+        recompute="none", recompute_layers=1, recompute_method="uniform", keep_attention=False,
+        offload_checkpoints=False, fpdt_offload=False, ffn_chunks=strategy.ffn_chunks if strategy.fpdt_chunk else 0,
+        zero=_summing(strategy), expert=1, expert_tensor=1, **_IRRELEVANT,
     )  # fmt: skip
 
 

@@ -512,9 +512,11 @@ def _spread(segments: list[Segment], shares: list[float], copies: Sequence[HostC
     ]
 
 
-def _forward(work: _Layer, *, saving: bool) -> list[Segment]:
-    mixer = [*work.project(), *_attention(work, saving=saving), *work.output()] if work.shape.mixes else []
-    segments = [*mixer, *work.ffn(mlp)]
+def _forward(work: _Layer, *, saving: bool, again: bool = False) -> list[Segment]:
+    segments = work.ffn(mlp)
+    if work.shape.mixes:
+        attention = _attention(work, saving=saving, kept=again and work.strategy.keep_attention)
+        segments = [*work.project(), *attention, *work.output(), *segments]
     return spread_by_work(segments, *(work.stored() if saving else ()))
 
 
@@ -522,7 +524,7 @@ def _again(work: _Layer) -> list[Segment]:
     """Segments that full recompute adds. In a single chunked layer they end with attention: backward runs the rest."""
     strategy, a = work.strategy, work.attended
     if not strategy.fpdt_chunk or strategy.recompute_layers > 1:
-        return _forward(work, saving=True)
+        return _forward(work, saving=True, again=True)
     segments = [
         *work.project(),
         *to_heads(a, strategy, work.rows, work.chunks),
@@ -531,12 +533,14 @@ def _again(work: _Layer) -> list[Segment]:
     return spread_by_work(segments, *work.stored())
 
 
-def _attention(work: _Layer, *, saving: bool) -> list[Segment]:
+def _attention(work: _Layer, *, saving: bool, kept: bool = False) -> list[Segment]:
+    """The forward pass; ``kept``: its result is known, so that no tile is computed."""
     strategy, a, chunks = work.strategy, work.attended, work.chunks
     if work.shape.linear:
         return state_mixer(work.workload, strategy)
     chunked = strategy.fpdt_chunk > 0
     tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
+    tiles = [] if kept else tiles
     return [*to_heads(a, strategy, work.rows, chunks), *tiles, *to_sequence(a, strategy, work.rows, chunks)]
 
 

@@ -67,17 +67,19 @@ def sustained(rate: float, machine: Machine) -> float:
 
 
 def attention_rate(kernel: Kernel, machine: Machine) -> float:
-    """FLOP/s by the machine's table and the kernel's share of it. A kernel without ``shape`` counts as a large one."""
-    rates = machine.attention_backward if kernel.backward else machine.attention
+    """FLOP/s by the kernel's table on this machine. A kernel without ``shape`` counts as a large one."""
     name = ATTENTION.get(kernel.name)
     if not kernel.shape:
-        return rates.points[-1][1] * (machine.kernels.get(name, 1.0) if name else machine.attention_share())
+        return machine.attention_rate(name or machine.plain_kernel(), None, backward=kernel.backward)
     queries, keys, heads, head_size = kernel.shape
-    share = machine.kernels.get(name, 1.0) if name else machine.attention_share(head_size)
     # FLOPs per pair and head size. Triton's backward pass is two launches of 6 and 8: on average 7.
-    flops_per_pair = 4 if not kernel.backward else 7 if name == "triton" else 10
-    pairs = kernel.flops / (flops_per_pair * heads * head_size)
-    return rates(2 * pairs / max(queries, keys)) * machine.head_size(head_size) * share
+    twice = kernel.backward and name == "triton"
+    pairs = kernel.flops / ((7 if twice else 10 if kernel.backward else 4) * heads * head_size)
+    name = name or machine.plain_kernel(head_size)
+    rate = machine.attention_rate(name, 2 * pairs / max(queries, keys), backward=kernel.backward)
+    if twice and name in machine.kernel_rates:  # measured rates count five products of the seven
+        rate *= 7 / 5
+    return rate * machine.head_size(head_size)
 
 
 def transfer_seconds(transfer: Transfer, machine: Machine) -> float:

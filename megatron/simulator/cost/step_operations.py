@@ -127,8 +127,8 @@ def states(shape: Shape, strategy: Strategy, stage: int) -> States:
 # Fields that `_states` does not read, so that strategies that differ in them share a cache entry.
 _UNREAD = {
     "ulysses": 1, "ring": 1, "data": 1, "micro_batch": 1, "recompute": "none", "recompute_method": "uniform",
-    "recompute_layers": 1, "offload_checkpoints": False, "fpdt_chunk": 0, "fpdt_offload": True, "stream_hidden": False,
-    "ffn_chunks": 0, "loss_chunks": 0, "virtual": 1, "balance": "zigzag",
+    "recompute_layers": 1, "keep_attention": False, "offload_checkpoints": False, "fpdt_chunk": 0,
+    "fpdt_offload": True, "stream_hidden": False, "ffn_chunks": 0, "loss_chunks": 0, "virtual": 1, "balance": "zigzag",
 }  # fmt: skip
 
 

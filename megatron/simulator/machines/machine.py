@@ -152,6 +152,8 @@ class Machine:
     capability: tuple[int, int] = (8, 0)  # of the GPU, major and minor version
     # share of the attention rates that each attention kernel reaches; 1 for names that are missing
     kernels: dict[str, float] = field(default_factory=dict, hash=False)
+    # (attention, attention_backward) of kernels that were measured by themselves, in place of their share
+    kernel_rates: dict[str, tuple[Rate, Rate]] = field(default_factory=dict, hash=False)
     attention_kernel: str = "auto"  # runs wherever it can; `auto`: the first kernel that PyTorch has for the capability
     # rows of a tile from which each kernel is faster than Triton's; names that are missing: the prediction
     crossover: dict[str, float] = field(default_factory=dict, hash=False)
@@ -170,9 +172,16 @@ class Machine:
         # Prices of transfers (cost/seconds.py): cheaper than a global cache with the machine as part of the key.
         object.__setattr__(self, "prices", {})
 
-    def attention_share(self, head_size: int = 128) -> float:
-        """Share of the attention rates that the kernel for plain tiles in bf16 reaches with heads of this size."""
-        return self.kernels.get(_for_plain_tiles(self.capability, self.attention_kernel, head_size), 1.0)
+    def plain_kernel(self, head_size: int = 128) -> str:
+        """The kernel for plain tiles in bf16 with heads of this size."""
+        return _for_plain_tiles(self.capability, self.attention_kernel, head_size)
+
+    def attention_rate(self, kernel: str, size: float | None, *, backward: bool) -> float:
+        """FLOP/s of a kernel with heads of 128 at a causal length of ``size`` tokens; None: the longest measured."""
+        own = self.kernel_rates.get(kernel)
+        rates = (own or (self.attention, self.attention_backward))[backward]
+        rate = rates.points[-1][1] if size is None else rates(size)
+        return rate if own else rate * self.kernels.get(kernel, 1.0)
 
     def choose_attention(
         self, name: str, dtype: torch.dtype, head_dim: int, *, tile_rows: float | None = None, **needs: bool

@@ -24,8 +24,8 @@ Json = dict[str, Any]
 LONGEST_NAME = 255  # bytes of a file's name, on most systems
 POWERS = {"gemm": 3.0, "attention": 1.0, "attention_backward": 1.0, "head_size": 1.0}
 OPTIONAL = (
-    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "attention_kernel",
-    "crossover", "attention_blocks", "power", "collectives", "dispatch", "runtime", "uncertain",
+    "sources", "collective", "head_size", "dtype", "calibration", "capability", "kernels", "kernel_rates",
+    "attention_kernel", "crossover", "attention_blocks", "power", "collectives", "dispatch", "runtime", "uncertain",
 )  # fmt: skip
 REQUIRED = [f.name for f in fields(Machine) if f.name not in OPTIONAL]
 PRICED = (*KERNELS, "flash1")  # with FlashAttention 1, which published runs used
@@ -208,14 +208,14 @@ def share(path: Path, name: str, value: Any) -> float:
     return float(value)
 
 
-def rate(path: Path, name: str, value: Any) -> Rate:
+def rate(path: Path, name: str, value: Any, power: float | None = None) -> Rate:
     """Points [[size, FLOP/s], ...] with rising sizes."""
     if not isinstance(value, list) or not value or any(not isinstance(p, list) or len(p) != 2 for p in value):
         raise Refusal(f"{path}: {name}: must be a list of [size, rate] pairs, not {short(value)}")
     points = tuple((number(path, name, size), number(path, name, speed)) for size, speed in value)
     if any(low[0] >= high[0] for low, high in zip(points, points[1:])):
         raise Refusal(f"{path}: {name}: sizes must rise, these are {', '.join(f'{size:g}' for size, _ in points)}")
-    return Rate(points, POWERS[name])
+    return Rate(points, POWERS[name] if power is None else power)
 
 
 def peak(path: Path, name: str, value: Any) -> dict[str, float]:
@@ -240,6 +240,18 @@ def capability(path: Path, name: str, value: Any) -> tuple[int, int]:
 def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
     shares = members(path, name, value, "shares by kernel", PRICED)
     return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in shares.items()}
+
+
+def kernel_rates(path: Path, name: str, value: Any) -> dict[str, tuple[Rate, Rate]]:
+    result = {}
+    for kernel, tables in members(path, name, value, "tables by kernel", PRICED).items():
+        where = f"{name}.{kernel}"
+        both = ("attention", "attention_backward")
+        members(path, where, tables, " and ".join(both), both)
+        if len(tables) < 2:
+            raise Refusal(f"{path}: {where}: give attention and attention_backward")
+        result[kernel] = tuple(rate(path, f"{where}.{way}", tables[way], POWERS[way]) for way in both)
+    return result
 
 
 def crossover(path: Path, name: str, value: Any) -> dict[str, float]:
@@ -353,6 +365,7 @@ READERS: dict[str, Callable] = {
     "dtype": dtype_name,
     "capability": capability,
     "kernels": kernel_shares,
+    "kernel_rates": kernel_rates,
     "attention_kernel": kernel_name,
     "crossover": crossover,
     "attention_blocks": attention_blocks,

@@ -61,6 +61,8 @@ def saving_words(s: Strategy) -> str:
         words = [f"recompute of {s.recompute_layers} layer{'s' * (s.recompute_layers > 1)} per stage"]
     elif s.recompute == "full" and s.recompute_layers > 1:
         words = [f"full recompute in units of {s.recompute_layers} layers"]
+    if s.keep_attention:
+        words.append("attention kept")
     if s.fpdt_chunk:
         words.append(f"FPDT {count(s.fpdt_chunk)}" + ("" if s.fpdt_offload else " on the device"))
     if s.offload_checkpoints:

@@ -64,6 +64,7 @@ def _saving_flags(s: Strategy) -> list[str]:
         flags += ["--recompute-granularity", s.recompute]
     if s.recompute == "full":
         flags += ["--recompute-method", s.recompute_method, "--recompute-num-layers", str(s.recompute_layers)]
+    flags += ["--keep-attention"] * s.keep_attention
     if s.fpdt_chunk:
         flags += ["--fpdt", "--fpdt-chunk-size", str(s.fpdt_chunk), *([] if s.fpdt_offload else ["--no-fpdt-offload"])]
     flags += ["--fpdt-stream-hidden"] * s.stream_hidden
@@ -139,6 +140,7 @@ class Report:
             "offload": s.offload_checkpoints or bool(s.fpdt_chunk and s.fpdt_offload),
             "recompute_method": s.recompute_method if s.recompute == "full" else None,
             "recompute_layers": s.recompute_layers if s.recompute == "full" else 0,
+            "keep_attention": s.keep_attention,
             "predicted_ms": 1e3 * plan.seconds,
             "mfu": plan.estimate.mfu,
             "device_peak_bytes": plan.memory.total,

@@ -35,6 +35,8 @@ from megatron.training.arguments.stages import strategy_of, workload_of
 
 # FPDT takes at least this share of the time of a step with a chunked FFN; its chunked loss may save a little time.
 NEVER_FASTER = 0.99
+# The order of savings is that under ZeRO 1. With another stage those that take at most this much longer may be faster.
+NEAR = 1.01
 ROUNDING = 1 - 1e-9  # factor on a lower bound, against rounding errors of sums in another order
 
 GROUPS = (plain_savings, recompute_savings, fpdt_savings, unit_savings)
@@ -90,7 +92,8 @@ def simpler(s: Strategy) -> list[Strategy]:
     if no_copies.recompute_method == "uniform" and no_copies != s:
         steps.append(no_copies)
     if no_copies.recompute != "none":
-        steps.append(no_copies.but(recompute="none", recompute_method="uniform", recompute_layers=1))
+        none = {"recompute": "none", "recompute_method": "uniform", "recompute_layers": 1, "keep_attention": False}
+        steps.append(no_copies.but(**none))
     return steps[::-1]
 
 
@@ -256,19 +259,20 @@ def _bases(problem: Problem) -> Iterator[tuple[float, Strategy]]:
 
 def _first_that_fits(problem: Problem, base: Strategy, cut: float, result: SearchResult) -> Plan | None:
     """The fastest plan on ``base`` that fits, if it takes at most ``cut``; adds others to ``result.failing``."""
-    workload, machine = problem.workload, problem.machine
+    workload, machine, best = problem.workload, problem.machine, None
     for strategy in fastest_savings(workload, base, machine, problem.limits, result.known.orders):
         time = estimate(workload, strategy, machine)
-        if time.seconds > cut:
-            return None
+        if time.seconds > (NEAR * best.seconds if best else cut):
+            return best
         fit = memory_fit(problem, strategy)
         plan = Plan(strategy, fit.memory, fit.room, fit.host_room, time, spare=fit.spare)
         if plan.fits:
-            return fewest_recomputed(problem, plan)
+            best = min(filter(None, (best, fewest_recomputed(problem, plan))), key=_seconds)
+            continue
         result.failing.append(plan)
         if states_exceed_device(plan):
-            return None
-    return None
+            return best
+    return best
 
 
 def fewest_recomputed(problem: Problem, plan: Plan) -> Plan:

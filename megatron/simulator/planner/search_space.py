@@ -196,8 +196,11 @@ def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limit
             strategy = grid.but(recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
             if recompute != "none" or ffn_chunks:
                 yield strategy
+            if recompute == "full":
+                yield strategy.but(keep_attention=True)
             if recompute == "full" and limits.offload:
                 yield strategy.but(offload_checkpoints=True)
+                yield strategy.but(offload_checkpoints=True, keep_attention=True)
     for blocks in _block_recompute(grid.but(recompute="full", loss_chunks=losses[-1]), workload, limits, EIGHTHS):
         yield from (blocks.but(ffn_chunks=ffn_chunks) for ffn_chunks in runs)
 

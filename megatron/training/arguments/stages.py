@@ -243,6 +243,7 @@ def strategy_of(config: Config) -> Strategy:
         recompute=attention.recompute_granularity or "none",
         recompute_layers=attention.recompute_num_layers or 1,
         recompute_method=attention.recompute_method or "uniform",
+        keep_attention=attention.keep_attention,
         offload_checkpoints=chunks.offload_checkpoints,
         fpdt_chunk=chunks.fpdt_chunk_size if chunks.fpdt else 0,
         fpdt_offload=chunks.fpdt_offload,

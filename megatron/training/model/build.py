@@ -70,6 +70,7 @@ def build_model(
         separate=config.data.reset_attention_mask,
         rotary=rotaries[0],
         latents=config.parallel.latent_exchange == "latents",
+        keep=config.attention.keep_attention,
         layers=tuple(layers) if any(layer != layers[0] for layer in layers) else (),
         dropout=ModelDropout(config.model.attention_dropout, config.model.hidden_dropout, config.run.seed),
     )

@@ -112,6 +112,9 @@ class AttentionConfig:
     recompute_num_layers: int | None = flag(
         None, "layers per recomputed unit (uniform), or per stage (block)", type=int
     )
+    keep_attention: bool = flag(
+        False, "layers of --recompute-granularity full keep attention's output and lse, so that it is not recomputed"
+    )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
 
 

@@ -178,6 +178,22 @@ def complete_recompute(config: Config) -> None:
             )
         config.notes.append("no effect without --recompute-granularity: --recompute-method and --recompute-num-layers")
         attention.recompute_method = attention.recompute_num_layers = None
+    if attention.keep_attention:
+        _keeps_attention(config)
+
+
+def _keeps_attention(config: Config) -> None:
+    attention = config.attention
+    if attention.recompute_granularity != "full":
+        raise needs_flag("--keep-attention", "--recompute-granularity full", switch=True)
+    if config.chunks.fpdt:
+        raise Refusal("--keep-attention", "is what --fpdt does without it: leave it out", LEAVE_OUT)
+    if attention.recompute_method == "uniform" and attention.recompute_num_layers > 1:
+        raise Refusal(
+            f"--keep-attention with --recompute-num-layers {attention.recompute_num_layers}",
+            "would keep more for each layer than the layer's input: use --recompute-num-layers 1",
+            Fix("--recompute-num-layers 1"),
+        )
 
 
 def complete_zero(config: Config) -> None:
