@@ -174,7 +174,8 @@ def linear_example(keys: int, values: int, delta: bool, channels: bool) -> dict[
     n, c = 16, KERNEL_BLOCK
     ready = Prepared(
         erase=meta(n, c, keys) if delta else None, own=meta(n, c, values), writes=meta(n, c, keys),
-        reads=meta(n, c, keys), inside=meta(n, c, c), keep=meta(n, keys if channels else 1, 1),
+        reads=meta(n, c, keys), inside=meta(n, c, c),
+        keep=meta(n, keys if channels else 1, 1) if delta else meta(n, 1, values),  # values of several heads
     )  # fmt: skip
     state, every = meta(keys, values), meta(n, keys, values)
     return {

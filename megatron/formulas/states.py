@@ -142,7 +142,7 @@ class _Parts:
     gate: int  # one fp32 number for each token and head
     gates: int  # all such inputs of the rule
     norms: int  # one fp32 number for each query and key
-    states: int  # that are kept, with the matrices of maps
+    states: int  # that are kept, with the matrices of maps and what tokens read of the state before a span
     wide: int  # values in fp32
 
 
@@ -157,6 +157,7 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
     held = spans_by_rank(strategy.ulysses, strategy.ring, strategy.balance)
     halves = max(stop - start for spans in held for start, stop in spans)  # of a rank's tokens, in the longest span
     convolved, keys = (tokens * n // tensor * itemsize for n in (linear.convolved, linear.key_heads * linear.keys))
+    reads = tokens * heads * linear.keys * itemsize if states.counts.hops else 0
     copies = 1.0
     if states.by_heads:
         plan = head_plan(heads, key_heads, strategy.ulysses)
@@ -171,7 +172,7 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
         gate=tokens * heads * WIDE,
         gates=tokens * heads * WIDE * linear.gates,
         norms=2 * tokens * key_heads * WIDE,
-        states=of_rank * linear.keys * columns * WIDE,
+        states=of_rank * linear.keys * columns * WIDE + reads,
         wide=tokens * heads * linear.values * WIDE,
     )
 
@@ -256,15 +257,14 @@ def _segment(workload: Workload, strategy: Strategy, itemsize: int, fused: bool)
     block = KERNEL_BLOCK if fused else min(BLOCK, 1 << (segment - 1).bit_length())
     blocks = ceil(segment / block)
     # Numbers for each token, head and number of a key or value, and for each pair of tokens of a block: the inputs in
-    # order, what their preparation keeps, and its gradients.
+    # order, what their preparation keeps, and its gradients. Heads that share a key also share what is made of keys.
+    shared = linear.keys * states.sizes.key_heads / states.sizes.heads
     if linear.delta:
-        numbers = 13 * linear.keys + 7 * linear.values + 8.36 * block
-    else:  # with gradients of pairs, or of queries and keys; or, before these, with those of the segment before
+        first, second = 4 * shared + 6 * linear.values, 6 * shared + 3 * linear.values + 4 * block
+        numbers = 5 * linear.keys + 6.36 * block + max(first, second)
+    else:  # with the gradients of the segment before
         before = min(1.0, states.longest / segment - 1)
-        both = 3 + (not fused)
-        first = (7 + 4 * before) * linear.keys + (both + 1 + 2 * before) * linear.values + (4.25 + 2 * before) * block
-        second = both * linear.values + max(9 * linear.keys + 6.25 * block, 11 * linear.keys + 5.25 * block)
-        numbers = max(first, second)
+        numbers = (4 + 4 * before) * shared + (8 + 5 * before) * linear.values + (4.9 + 2 * before) * block
     of_head = int(blocks * block * numbers) + (2 * blocks + 3) * state
     if states.counts.hops:  # maps of this rank's spans, and gradients of the states after them
         of_head += states.spans * (linear.keys * linear.map_columns + 2 * state)

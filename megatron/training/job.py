@@ -322,6 +322,8 @@ def describe(job: Job) -> Iterator[str]:
         f"({runtime.layout.balance}); attention kernel {config.attention.attention_kernel}, "
         f"layers {config.model.transformer_impl}"
     )
+    if config.model.experimental_attention_variant or config.model.is_hybrid_model:
+        yield f"layers with a state: kernel {config.attention.linear_attention_kernel}"
     yield from describe_layers(config)
     yield (
         f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}, "

@@ -20,10 +20,12 @@ from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.grid import Grid, initialize_world
 from megatron.context_parallel.layout.masks import Mask, tile_rows
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.linear_attention.mixer import chosen_kernel
+from megatron.context_parallel.linear_attention.rules import GATED_DELTA, MAMBA2
 from megatron.platform import forget_meshes
 from megatron.platform.network import Unusable
 from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import outside_engine
+from megatron.training.arguments.models import model_shape, outside_engine
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
@@ -116,6 +118,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
             config.run.device, int(os.environ.get("LOCAL_RANK", "0")), parallel.distributed_backend
         )
         chosen = {_kernel(config, target.device, mask) for mask in layer_masks(config)}
+        config.attention.linear_attention_kernel = _linear_kernel(config, target.device)
     except kernels.KernelUnavailable as error:
         raise Refusal(f"--attention-kernel {error.name}: {error.reason}") from None
     except ValueError as error:
@@ -218,6 +221,23 @@ def _kernel(config: Config, device: torch.device, mask: Mask) -> str:
         needs_value_dim=config.model.multi_latent_attention and config.model.v_head_dim != config.model.kv_channels,
     )
     return kernel.name
+
+
+def _linear_kernel(config: Config, device: torch.device) -> str:
+    """The kernels of layers with a state.
+
+    Raises:
+        Refusal: those that the command names cannot run.
+    """
+    linear, name = model_shape(config.model, 1).linear, config.attention.linear_attention_kernel
+    if linear is None:
+        return name
+    rule = GATED_DELTA if linear.delta else MAMBA2
+    sizes = {"keys": linear.keys, "values": linear.values}
+    try:
+        return chosen_kernel(name, rule, device=device, dtype=compute_dtype(config), **sizes)
+    except kernels.KernelUnavailable as error:
+        raise Refusal(f"--linear-attention-kernel {name}: {error.reason}") from None
 
 
 def batch_plans(config: Config, runtime: Runtime) -> BatchPlans | None:

@@ -20,6 +20,7 @@ from megatron.context_parallel.linear_attention.span_exchange import span_order
 from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
 from tests.errors import worst
+from tests.fla_stand_in import fla_stand_in
 from tests.pairs import also_in_full, by_pairs
 
 CONTROL = 1e-2  # without the state, or without the rows before a span, the error is at least this
@@ -64,7 +65,9 @@ def begins_with_spans(layout: cp.SequenceLayout) -> tuple[tuple[int, ...]]:
     return (tuple(sorted(stop for of_rank in spans for _, stop in of_rank)),)
 
 
-def compare_mixer(ulysses, ring, balance, documents, exchange, rule, length, batch, heads, key_heads, state=True):
+def compare_mixer(
+    ulysses, ring, balance, documents, exchange, rule, length, batch, heads, key_heads, state=True, kernel="blocks"
+):
     """Largest errors of out and of the gradients of all inputs on this rank."""
     rule = RULES[rule]
     layout = cp.SequenceLayout(
@@ -78,7 +81,7 @@ def compare_mixer(ulysses, ring, balance, documents, exchange, rule, length, bat
     local = [layout.shard(x).detach().requires_grad_() for x in whole]
     if not state:  # every span begins anew
         documents = begins_with_spans(layout)
-    out = linear_attention(*local, rule=rule, layout=layout, documents=documents, exchange=exchange)
+    out = linear_attention(*local, rule=rule, layout=layout, documents=documents, exchange=exchange, kernel=kernel)
     mine = torch.autograd.grad(out, local, layout.shard(dout))
     return errors_of(layout, [out, *mine], [expected, *grads])
 
@@ -105,6 +108,28 @@ def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, excha
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_mixer, ulysses * ring, *case, False)) > CONTROL
+
+
+def compare_by_fla(compare, *case):
+    """The same with fla's kernels; its functions were called."""
+    with fla_stand_in() as called:
+        errors = compare(*case, kernel="fla")
+    assert called
+    return errors
+
+
+@pytest.mark.parametrize(
+    "ulysses, ring, balance, documents, exchange, rule",
+    by_pairs(CASES, lambda u, r, *others: {(u, r), *others, (others[0], others[2])}),
+)
+@pytest.mark.usual(0, 5)
+def test_the_kernels_of_fla_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
+    batch = 2 if documents == "by sample" else 1
+    case = (ulysses, ring, balance, DOCUMENTS[documents], exchange, rule, 168, batch, 12, 6)
+    errors = pool.run(compare_by_fla, ulysses * ring, compare_mixer, *case)
+    assert worst(errors) < 1e-10, errors
+    if ulysses * ring > 1 and balance != "documents":
+        assert worst(pool.run(compare_by_fla, ulysses * ring, compare_mixer, *case, False)) > CONTROL
 
 
 def count_bytes(ulysses, ring, exchange, rule, length):
@@ -217,7 +242,9 @@ def test_a_convolution_on_every_grid(pool, ulysses, ring, balance, documents, wi
         assert worst(pool.run(compare_convolution, ulysses * ring, *case, False)) > CONTROL
 
 
-def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, kept, length, state=True, width=3):
+def compare_chunked(
+    ulysses, ring, balance, documents, chunks, exchange, rule, kept, length, state=True, width=3, kernel="blocks"
+):
     """Largest errors of y, dx and the gradients of all parameters, summed over ranks, of a layer in chunks.
 
     ``width``: of the convolution; 0: none.
@@ -267,7 +294,7 @@ def compare_chunked(ulysses, ring, balance, documents, chunks, exchange, rule, k
         output=lambda out, x, chunk: x + out.flatten(2) @ own[1].T, parameters=own, layout=layout, linear=rule,
         weight=own[2] if width else None, activation="silu", exchange=exchange,
         documents=documents if state else begins_with_spans(layout), offload=offload, streamed=kept == "streamed",
-        recompute=kept == "recomputed",
+        recompute=kept == "recomputed", kernel=kernel,
     )  # fmt: skip
     local = layout.shard(x).detach().requires_grad_()
     y = layer(local)
@@ -301,6 +328,19 @@ def test_layers_in_chunks(pool, ulysses, ring, balance, documents, chunks, excha
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_chunked, ulysses * ring, *case, False)) > CONTROL
+
+
+@pytest.mark.parametrize(
+    "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
+    by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}),
+)
+@pytest.mark.usual(0)
+def test_layers_in_chunks_by_fla(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
+    case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
+    errors = pool.run(compare_by_fla, ulysses * ring, compare_chunked, *case)
+    assert worst(errors) < 1e-10, errors
+    if ulysses * ring > 1 and balance != "documents":
+        assert worst(pool.run(compare_by_fla, ulysses * ring, compare_chunked, *case, False)) > CONTROL
 
 
 @pytest.mark.parametrize("width", [0, 1])

@@ -103,6 +103,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
 
     def spec(_: Any, settings: Any, **arguments: Any) -> None:
         chunks = arguments.pop("chunks")
+        seen["linear-kernel"] = settings.linear_kernel
         seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
         seen["rules"] = [(repr(one.rule.mask), one.rotary and repr(one.rotary.rope)) for one in settings.layers]
         seen["host memory"] = chunks is not None and chunks.offload is not None

@@ -27,7 +27,7 @@ OURS = """--rotary-base-local --geglu --sandwich-norm --reordered-norm --paralle
 --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl
 --attention-block-sizes
---linear-attention-exchange --mamba-dt-min --latent-exchange --dry-run-expert-imbalance
+--linear-attention-exchange --linear-attention-kernel --mamba-dt-min --latent-exchange --dry-run-expert-imbalance
 --device --network-interface --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
 --fpdt-stream-hidden --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size
 --ds-sequence-parallel-fpdt-offloading --ffn-chunks --loss-chunks --offload-checkpoints --profile-memory

@@ -143,6 +143,7 @@ EFFECTS = f"""
 {GDN} | --linear-num-key-heads 8 | core.linear_num_key_heads
 {GDN} | --linear-num-value-heads 16 | core.linear_num_value_heads
 {GDN} | --linear-attention-exchange relay | layers.exchange
+{GDN} | --linear-attention-kernel blocks | linear-kernel
 | {MAMBA} | core.is_hybrid_model layers.pattern ...
 {MAMBA} | --hybrid-override-pattern M*-M | layers.pattern
 {MAMBA} | --hybrid-attention-ratio 0.5 | layers.pattern

@@ -267,11 +267,11 @@ def errors_of_states(name: str, keys: int, values: int) -> list[float]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    g = -normal(2, 3, 96, *([keys] if rule.channels else [])).abs() / 4
+    g = -normal(2, 6, 96, *([keys] if rule.channels else [])).abs() / 4
     q, k = (torch.nn.functional.normalize(normal(2, 3, 96, keys), dim=-1) for _ in range(2))
-    ready = prepare(rule, q, k, normal(2, 3, 96, values), g, normal(2, 3, 96).sigmoid(), block=block_scan.KERNEL_BLOCK)
-    shapes = ((2, 3, keys, values), ready.own.shape, (2, 3, keys, values))
-    state, dout, dstate = (before_nan(normal(*shape)) for shape in shapes)
+    ready = prepare(rule, q, k, normal(2, 6, 96, values), g, normal(2, 6, 96).sigmoid(), block=block_scan.KERNEL_BLOCK)
+    state, dstate = (block_scan.as_columns(normal(2, 6, keys, values), ready) for _ in range(2))
+    state, dout, dstate = map(before_nan, (state, normal(*block_scan.one_head_a_key(ready).own.shape), dstate))
     ours, expected = (
         [
             *block_scan.states(ready, state, kernel=kernel),

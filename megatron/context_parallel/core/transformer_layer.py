@@ -63,6 +63,7 @@ class AttentionSettings:
         keep: layers that core recomputes keep attention's result, so that it is computed once.
         layers: rule and RoPE of each layer of the complete model, in place of ``rule`` and ``rotary``; empty: all have
             these.
+        linear_kernel: kernels of layers with a state, as in ``linear_attention``.
     """
 
     layout: SequenceLayout
@@ -73,6 +74,7 @@ class AttentionSettings:
     latents: bool = False
     keep: bool = False
     layers: tuple[LayerRule, ...] = ()
+    linear_kernel: str = "auto"
 
     def of_layer(self, number: int) -> AttentionSettings:
         """The settings of one layer, by its number in the complete model, from 1; further layers are like the last."""
@@ -293,6 +295,7 @@ class ChunkedTransformerLayer(LongContextLayer):
                 activation="silu",
                 documents=batch.ends if settings.attention.separate else (),
                 exchange=mixer.exchange,
+                kernel=settings.attention.linear_kernel,
                 **common,
             )
             return layer(hidden_states)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FPDT for linear attention: a layer in chunks that hand on a state and the last rows before a convolution.
 
-Forward, the chunks of a rank give the maps of its spans, one exchange gives the states before them, and a second pass
-over the chunks computes their outputs, each from the state after the previous one. Where no state comes from another
-rank, the first pass is left out. Backward, the last chunk is first, with gradients of states.
+Forward, the chunks of a rank give their outputs for a state of 0 before its spans, and the maps of these; one exchange
+gives the states before the spans, and a second pass over the chunks adds what their tokens read of them. Where no state
+comes from another rank, there is no second pass. Backward, the last chunk is first, with gradients of states.
 
 For the backward pass a layer keeps its input, which may be a host buffer, and for each chunk the state before it and a
-few rows for the convolution. Inputs of chunks that wait for the exchange are kept in host memory.
+few rows for the convolution. What waits for an exchange is kept in host memory.
 """
 
 from __future__ import annotations
@@ -17,25 +17,27 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
 from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions_of
+from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans
 from megatron.context_parallel.linear_attention.mixer import StateRoute, route_of
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA, LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import Halo, convolve, indices
 from megatron.context_parallel.linear_attention.span_exchange import checked_ends, entry_states, exit_grads, rows_of
 from megatron.context_parallel.linear_attention.span_maps import (
+    BlockSpans,
+    add_reads,
+    apply_map,
+    apply_map_grad,
     empty_state,
-    span_grads,
-    span_map,
-    span_outputs,
-    span_state_grad,
+    identity,
+    reads_grad,
 )
-
-NAMES = ("q", "k", "v", "g", "beta", "skip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class ChunkedLinearLayer(LayerFunctions):
         linear: the rule of the linear attention.
         weight, bias, activation: of the convolution, as in ``short_convolution``; weight=None: none. Those that need
             gradients must be among ``parameters``.
-        documents, exchange: as in ``linear_attention``.
+        documents, exchange, kernel: as in ``linear_attention``.
         recompute: keep only x for the backward pass, not the states before the chunks.
     """
 
@@ -62,6 +64,7 @@ class ChunkedLinearLayer(LayerFunctions):
     activation: str | None = None
     documents: Sequence[Sequence[int]] = ()
     exchange: str = "auto"
+    kernel: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,6 +119,7 @@ class _Pass:
         self.states: dict[tuple[int, int], Tensor] = {}  # by chunk and piece: the state before it
         self.tails: list[Tensor | None] = []  # by chunk: the rows before it, if it continues a span
         self.matrices: dict[int, Tensor] = {}
+        self.counts: dict[int, list[int]] = {}  # by chunk: the states that wait, of each piece
         self.halo = self.before = self.distances = None
         if layer.weight is not None and layer.weight.size(1) > 1:
             self.halo = Halo.of(self.layout, self.ends, layer.weight.size(1) - 1)
@@ -124,14 +128,18 @@ class _Pass:
     # ---- where a chunk's rows lie
 
     def _set_route(self, inputs: Sequence[Tensor]) -> None:
-        self.route = route_of(inputs, self.layer.linear, self.layout, self.ends, self.layer.exchange)
+        self.route = route_of(inputs, self.layer.linear, self.layout, self.ends, self.layer.exchange, self.layer.kernel)
         self.work.ulysses = self.route.ulysses or Axis()
+        self.places = self.route.order.of(self.route.axis.rank)
         self.pieces = _pieces(self.route.spans, self.layout.chunk_rows if self.route.ulysses else self.rows)
 
     def spans_of(self, chunk: int) -> Spans:
         """The positions of a chunk's rows, after the all-to-all if there is one."""
         rows = self.layout.chunk_rows[chunk] if self.route.ulysses else self.rows[chunk]
         return positions_of((rows,), self.route.spans)
+
+    def local(self, chunk: int) -> FlaSpans | BlockSpans:
+        return self.route.local(self.layer.linear, self.spans_of(chunk))
 
     # ---- from x to q, k, v, g and beta
 
@@ -207,42 +215,51 @@ class _Pass:
             if self.route is None:
                 self._set_route(inputs)
                 waiting = self.route.sends
-            inputs = self.route.arrange(inputs, self.spans_of(chunk))
+            inputs, local = self.route.arrange(inputs, self.spans_of(chunk)), self.local(chunk)
             self.empty = empty_state(inputs)
+            out = torch.empty_like(inputs[2])
+            for index, piece in enumerate(self.pieces[chunk]):
+                if piece.first:
+                    state = self.empty if self.is_fresh(piece) else identity(rule, inputs)
+                self.states[chunk, index] = state
+                reads = self.reads_of(piece, out)
+                _, state = local.outputs(inputs, piece.rows, state, out, reads)
+                maps[piece.span] = state
+                if waiting and reads is not None:
+                    self.store.put(("reads", chunk, index), reads)
             if waiting:
-                for piece in self.pieces[chunk]:
-                    maps[piece.span] = span_map(rule, inputs, piece.rows, None if piece.first else maps[piece.span])
-                self.put("in", chunk, inputs)
-            else:
-                self._outputs(chunk, x, inputs, {}, y)
+                self.store.put(("out", chunk), out)
+            elif y is not None:
+                self.work.output(out, x, chunk, y)
         if waiting:
-            route = self.route
-            mine = {p.index: maps[p.index] for p in route.order.of(route.axis.rank) if p.hands_on}
-            columns = self.empty.size(-1)
-            self.matrices = {index: packed[..., :-columns].clone() for index, packed in mine.items()}
-            entries = entry_states(rule, route.order, route.axis, mine, self.empty, route.relay)
-            for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
-                self._outputs(chunk, x, self.take("in", chunk), entries, y)
+            self._add_states(maps, y)
 
-    def _outputs(
-        self, chunk: int, x: Tensor, inputs: list[Tensor], entries: dict[int, Tensor], y: HiddenStates | None
-    ) -> None:
-        out = torch.empty_like(inputs[2])
-        for index, piece in enumerate(self.pieces[chunk]):
-            if piece.first:
-                self.state = entries.get(piece.span, self.empty)
-            self.states[chunk, index] = self.state
-            _, self.state = span_outputs(self.layer.linear, inputs, piece.rows, self.state, out)
-        if y is not None:
-            self.work.output(out, x, chunk, y)
+    def is_fresh(self, piece: _Piece) -> bool:
+        return self.places[piece.span].fresh
 
-    def put(self, kind: str, chunk: int, tensors: Sequence[Tensor]) -> None:
-        self.count = len(tensors)
-        for name, x in zip(NAMES, tensors):
-            self.store.put((kind, name, chunk), x.contiguous())
+    def reads_of(self, piece: _Piece, out: Tensor) -> Tensor | None:
+        """Memory for what the tokens of a piece read of the state before its span, or before the piece."""
+        if self.is_fresh(piece):
+            return None
+        return out.new_empty((piece.rows[1] - piece.rows[0], *self.empty.shape[:-1]))
 
-    def take(self, kind: str, chunk: int) -> list[Tensor]:
-        return [self.store.pop((kind, name, chunk)) for name in NAMES[: self.count]]
+    def _add_states(self, maps: dict[int, Tensor], y: HiddenStates | None) -> None:
+        """Exchange states, and add what chunks read of them to their outputs."""
+        rule, route, columns = self.layer.linear, self.route, self.empty.size(-1)
+        sent = {p.index: maps[p.index] for p in self.places if p.hands_on}
+        width = columns + rule.map_columns(self.empty.size(-2))
+        sent = {index: F.pad(packed, (width - packed.size(-1), 0)) for index, packed in sent.items()}
+        self.matrices = {index: packed[..., :-columns].clone() for index, packed in sent.items()}
+        entries = entry_states(rule, route.order, route.axis, sent, self.empty, route.relay)
+        for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
+            out = self.store.pop(("out", chunk))
+            for index, piece in enumerate(self.pieces[chunk]):
+                if not self.is_fresh(piece):
+                    reads, entry = self.store.pop(("reads", chunk, index)), entries[piece.span]
+                    add_reads(out[slice(*piece.rows)], reads, entry)
+                    self.states[chunk, index] = apply_map(rule, self.states[chunk, index], entry)
+            if y is not None:
+                self.work.output(out, x, chunk, y)
 
     # ---- the backward pass
 
@@ -256,30 +273,56 @@ class _Pass:
             inputs, _ = self.inputs(x, chunk, self.tails[chunk], self.begun(chunk))
             inputs = route.arrange(inputs, self.spans_of(chunk))
             out = torch.empty_like(inputs[2])
-            for index, piece in enumerate(self.pieces[chunk]):
-                span_outputs(rule, inputs, piece.rows, self.states[chunk, index], out)
+            entries, read = self._outputs_again(chunk, inputs, out)
             dout, residual = self.work.output_grad(out, x, dy_part, chunk)
             if route.sends:
-                for piece in reversed(self.pieces[chunk]):
-                    after = None if piece.last else maps[piece.span]
-                    maps[piece.span] = span_state_grad(rule, inputs, piece.rows, dout, after)
+                for index, piece in reversed(list(enumerate(self.pieces[chunk]))):
+                    if not self.is_fresh(piece):
+                        matrix, reads = read[index]
+                        own = torch.cat((matrix, reads_grad(dout[slice(*piece.rows)], reads, self.empty)), dim=-1)
+                        after = self.empty if piece.last else maps[piece.span]
+                        maps[piece.span] = apply_map_grad(rule, own, after)
+                    for number, state in enumerate(entries[index]):
+                        self.store.put(("state", chunk, index, number), state.contiguous())
+                self.counts[chunk] = [len(states) for states in entries]
                 dx.write(self.rows[chunk], residual)
                 self.store.put(("dout", chunk), dout)
             else:
-                dx.write(self.rows[chunk], residual + self._input_grad(chunk, x, inputs, dout, {}))
+                dx.write(self.rows[chunk], residual + self._input_grad(chunk, x, inputs, dout, entries, {}))
         if route.sends:
             after = exit_grads(rule, route.order, route.axis, self._adjoints(maps), self.empty, route.relay)
             for chunk, x in zip(backwards, self.x.walk(rows)):
                 inputs, _ = self.inputs(x, chunk, self.tails[chunk], self.begun(chunk))
                 inputs, dout = route.arrange(inputs, self.spans_of(chunk)), self.store.pop(("dout", chunk))
-                dx.write(self.rows[chunk], dx.read(self.rows[chunk]) + self._input_grad(chunk, x, inputs, dout, after))
+                entries = [
+                    [self.store.pop(("state", chunk, index, number)) for number in range(count)]
+                    for index, count in enumerate(self.counts[chunk])
+                ]
+                added = self._input_grad(chunk, x, inputs, dout, entries, after)
+                dx.write(self.rows[chunk], dx.read(self.rows[chunk]) + added)
         if self.halo is not None:
             self._halo_grad()
+
+    def _outputs_again(
+        self, chunk: int, inputs: list[Tensor], out: Tensor
+    ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor] | None]]:
+        """Compute the outputs of a chunk again. Returns for each piece the states before its segments and, if another
+        rank waits for the gradient of the state before it, (M, R) of the piece."""
+        rule, local, entries, read = self.layer.linear, self.local(chunk), [], []
+        for index, piece in enumerate(self.pieces[chunk]):
+            state, columns, reads = self.states.pop((chunk, index)), 0, None
+            if self.route.sends and not self.is_fresh(piece):
+                columns, reads = rule.map_columns(state.size(-2)), self.reads_of(piece, out)
+                state = torch.cat((identity(rule, inputs)[..., :columns], state), dim=-1)
+            before, after = local.outputs(inputs, piece.rows, state, out, reads)
+            entries.append([one[..., columns:] for one in before])
+            read.append(None if reads is None else (after[..., :columns], reads))
+        return entries, read
 
     def _adjoints(self, maps: dict[int, Tensor]) -> dict[int, Tensor]:
         """M and E of the spans that are not fresh."""
         columns, result = self.layer.linear.map_columns(self.empty.size(-2)), {}
-        for place in self.route.order.of(self.route.axis.rank):
+        for place in self.places:
             if not place.fresh:
                 E = maps[place.index]
                 matrix = self.matrices.get(place.index, E.new_zeros((*E.shape[:-1], columns)))
@@ -287,15 +330,20 @@ class _Pass:
         return result
 
     def _input_grad(
-        self, chunk: int, x: Tensor, inputs: list[Tensor], dout: Tensor, after: dict[int, Tensor]
+        self,
+        chunk: int,
+        x: Tensor,
+        inputs: list[Tensor],
+        dout: Tensor,
+        entries: list[list[Tensor]],
+        after: dict[int, Tensor],
     ) -> Tensor:
-        """The gradient of a chunk's x through q, k, v, g and beta."""
-        rule, grads = self.layer.linear, [torch.zeros_like(one) for one in inputs]
+        """The gradient of a chunk's x through q, k, v, g and beta; ``entries``: for each piece, before its segments."""
+        local, grads = self.local(chunk), [torch.zeros_like(one) for one in inputs]
         for index, piece in reversed(list(enumerate(self.pieces[chunk]))):
             if piece.last:
                 self.dstate = after.get(piece.span, self.empty)
-            entries, _ = span_outputs(rule, inputs, piece.rows, self.states.pop((chunk, index)), torch.empty_like(dout))
-            self.dstate = span_grads(rule, inputs, piece.rows, entries, dout, self.dstate, grads)
+            self.dstate = local.grads(inputs, piece.rows, entries[index], dout, self.dstate, grads)
         leaf, tail = x.detach().requires_grad_(), self.tails[chunk]
         tail = None if tail is None else tail.detach().requires_grad_()
         begun = [rows.detach().requires_grad_() for rows in self.begun(chunk)]

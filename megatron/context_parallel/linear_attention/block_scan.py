@@ -37,36 +37,58 @@ def _chosen(ready: Prepared, kernel: bool | None) -> bool:
     return by_kernel(ready.own, ready.writes.size(-1)) if kernel is None else kernel
 
 
+def one_head_a_key(ready: Prepared) -> Prepared:
+    """The same with one dimension of columns, where heads that share a key are columns."""
+    if ready.own.dim() < 6:
+        return ready
+    keep = ready.keep.expand(*ready.keep.shape[:-1], ready.own.size(-1)).flatten(-2)
+    return ready._replace(own=ready.own.flatten(-2), keep=keep)
+
+
+def as_columns(state: Tensor, like: Prepared) -> Tensor:
+    """[b, heads, K, V] as ``like`` has states: heads that share a key as columns."""
+    if like.own.dim() < 6:
+        return state
+    return state.unflatten(1, (like.own.size(1), -1)).movedim(2, 3).flatten(3)
+
+
+def as_heads(x: Tensor, like: Prepared) -> Tensor:
+    """The reverse of :func:`as_columns`, also for blocks [b, key heads, blocks, .., group * V]."""
+    if like.own.dim() < 6:
+        return x
+    return x.unflatten(-1, (like.own.size(4), -1)).movedim(-2, 2).flatten(1, 2)
+
+
 def states(ready: Prepared, state: Tensor, kernel: bool | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The state before each block [b, heads, blocks, K, V], what its tokens add [.., c, V], and the state after all."""
+    ready = one_head_a_key(ready)
     if _chosen(ready, kernel):
         before, end = _empty_states(ready, state), _new_like(state)
         states_launch(ready, state, before, end).run()
         new = ready.own if ready.erase is None else ready.own - ready.erase @ before
         return before, new, end
     b, heads, blocks = ready.own.shape[:3]
-    flat = Prepared(*(None if x is None else x.flatten(0, 1) for x in ready))
+    flat = _flat(ready)
     every, new, state = [], [], state.flatten(0, 1)
     for index in range(blocks):
-        one = Prepared(*(None if x is None else x[:, index] for x in flat))
+        one = Prepared(*(None if x is None else x[:, index] for x in flat[:6]))
         every.append(state)
         new.append(one.own if one.erase is None else torch.baddbmm(one.own, one.erase, state, alpha=-1))
         state = torch.baddbmm(one.keep * state, one.writes.mT, new[-1])
     return _by_head(every, b), _by_head(new, b), state.unflatten(0, (b, heads))
 
 
+def _flat(ready: Prepared) -> Prepared:
+    return Prepared(*(None if x is None else x.flatten(0, 1) for x in ready[:6]))
+
+
 def _by_head(blocks: list[Tensor], b: int) -> Tensor:
     return torch.stack(blocks, dim=1).unflatten(0, (b, -1))
 
 
-def outputs(ready: Prepared, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of all blocks [b, heads, blocks, c, V], and the state after the last."""
-    before, new, end = states(ready, state)
-    return (ready.reads @ before).add_(ready.inside @ new), end
-
-
 def state_after(ready: Prepared, state: Tensor, kernel: bool | None = None) -> Tensor:
     """The state after the last block."""
+    ready = one_head_a_key(ready)
     if _chosen(ready, kernel):
         end = _new_like(state)
         states_launch(ready, state, None, end).run()
@@ -78,15 +100,17 @@ def state_grads(ready: Prepared, dout: Tensor, dstate: Tensor, kernel: bool | No
     """The gradient of the state before the first block, and those of the states after each [b, heads, blocks, K, V].
 
     Args:
-        dout: of the outputs, in blocks; ``dstate``: of the state after the last block.
+        dout: of the outputs, in blocks, times ``entry`` if there is one; ``dstate``: of the state after the last block.
     """
+    ready = one_head_a_key(ready)
     if _chosen(ready, kernel):
         after, start = _empty_states(ready, dstate), _new_like(dstate)
         grads_launch(ready, dout, dstate, after, start).run()
         return start, after
     b, heads, blocks = dout.shape[:3]
-    flat = Prepared(*(None if x is None else x.flatten(0, 1) for x in ready))
-    direct, through = ((x.mT @ dout).flatten(0, 1) for x in (ready.reads, ready.inside))
+    flat = _flat(ready)
+    direct = (ready.reads.mT @ dout).flatten(0, 1)
+    through = None if ready.erase is None else (ready.inside.mT @ dout).flatten(0, 1)
     every, dstate = [], dstate.flatten(0, 1)
     for index in reversed(range(blocks)):
         every.append(dstate)
@@ -116,7 +140,10 @@ def states_launch(ready: Prepared, start: Tensor, before: Tensor | None, end: Te
 def grads_launch(ready: Prepared, dout: Tensor, dstate: Tensor, after: Tensor, start: Tensor) -> Launch:
     """The kernel of :func:`state_grads`."""
     tensors = {"dout": dout.contiguous(), "end": dstate.contiguous(), "out": after, "start": start}
-    arguments = {**_arguments(ready, "erase", "writes", "reads", "inside", "keep"), **tensors}
+    names = (
+        ("erase", "writes", "reads", "keep") if ready.erase is None else ("erase", "writes", "reads", "inside", "keep")
+    )
+    arguments = {"inside": None, **_arguments(ready, *names), **tensors}
     return launch("state_grads_kernel", ready, arguments, dout.size(-1))
 
 
@@ -135,6 +162,11 @@ def launch(name: str, ready: Prepared, arguments: dict[str, Any], values: int) -
     keys = ready.writes.size(-1)
     key_block = max(16, 1 << (keys - 1).bit_length())
     sizes = {"ROWS": rows, "KEYS": keys, "VALUES": values, "KEY_BLOCK": key_block, "VALUE_BLOCK": VALUE_BLOCK}
-    flags = {"ERASES": ready.erase is not None, "BY_CHANNEL": ready.keep.size(-2) > 1, "PRECISION": PRECISION}
+    flags = {
+        "ERASES": ready.erase is not None,
+        "BY_CHANNEL": ready.keep.size(-2) > 1,
+        "BY_COLUMN": ready.keep.size(-1) > 1,
+        "PRECISION": PRECISION,
+    }
     grid = (-(-values // VALUE_BLOCK), b * heads)
     return Launch(kernel, grid, {**arguments, "blocks": blocks, **sizes, **flags}, Blocks(rows, rows, WARPS, 1))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention over the complete sequence, on every grid and layout.
 
-Each rank computes the maps of its spans, one exchange gives it the states before them, and it computes its outputs. The
-backward pass goes the other way with gradients of states. All of it is one autograd function, so that every rank takes
-part in every exchange, whether it needs its result or not.
+Each rank computes its outputs for a state of 0 before its spans, and the spans' maps; one exchange gives it the states
+before them, and what tokens read of these is added. The backward pass goes the other way with gradients of states. All
+of it is one autograd function, so that every rank takes part in every exchange, whether it needs its result or not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from megatron.context_parallel.attention.kernels.base import KernelUnavailable
 from megatron.context_parallel.attention.rule import one_dtype
 from megatron.context_parallel.attention.ulysses import (
     heads_to_sequence,
@@ -26,6 +28,7 @@ from megatron.context_parallel.attention.ulysses import (
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans
+from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans, why_not
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule
 from megatron.context_parallel.linear_attention.span_exchange import (
     Ends,
@@ -38,16 +41,18 @@ from megatron.context_parallel.linear_attention.span_exchange import (
     span_order,
 )
 from megatron.context_parallel.linear_attention.span_maps import (
+    BlockSpans,
     Inputs,
+    add_reads,
+    apply_map,
     empty_state,
-    span_grads,
-    span_map,
-    span_outputs,
-    span_state_grad,
+    identity,
+    reads_grad,
 )
 from megatron.decisions.division import head_plan
-from megatron.decisions.state_exchange import EXCHANGES, StateSizes, chosen_exchange
+from megatron.decisions.state_exchange import EXCHANGES, LINEAR_KERNELS, StateSizes, chosen_exchange
 from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
+from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
 
@@ -63,6 +68,7 @@ def linear_attention(
     layout: SequenceLayout,
     documents: Sequence[Sequence[int]] = (),
     exchange: str = "auto",
+    kernel: str = "auto",
 ) -> Tensor:
     """Exact linear attention over the complete sequence; each rank passes the tokens that it holds.
 
@@ -81,13 +87,15 @@ def linear_attention(
             such list for all samples; () if each sample is one document. No state passes from a document to another.
         exchange: ``gather``, ``relay``, ``heads`` (decisions/state_exchange.py), or ``auto``: the one with the fewest
             bytes. ``heads`` needs a number of heads that the Ulysses degree divides.
+        kernel: ``fla``, the kernels of fla-core for GPUs; ``blocks``, this program's, which run anywhere; ``auto``: the
+            first of the two that can run.
 
     Returns:
         [s_local, b, heads, V], in the dtype of v. Under autocast q, k and v are cast first. States and
         sums are fp32, or fp64 for fp64 inputs.
 
     Raises:
-        ValueError: shapes do not fit, or the exchange cannot run.
+        ValueError: shapes do not fit, or the exchange or the kernel cannot run.
     """
     refuse_transforms("linear_attention")
     if isinstance(rule, str):
@@ -99,7 +107,10 @@ def linear_attention(
     gates = torch.promote_types(g.dtype, beta.dtype)
     inputs = q, k, v, *(x.to(gates) for x in (g, beta, skip) if x is not None)
     ends = _checked(inputs, rule, layout, documents)
-    route, (*others, skip) = route_of(inputs, rule, layout, ends, exchange), (*inputs, None)[:6]
+    route, (*others, skip) = route_of(inputs, rule, layout, ends, exchange, kernel), (*inputs, None)[:6]
+    if route.kernel == "fla" and route.alone:
+        inputs = route.arrange(inputs, route.spans)
+        return route.local(rule, route.spans).differentiable(inputs, (0, len(v)), empty_state(inputs))
     return _LinearAttention.apply(*others, skip, rule, route)
 
 
@@ -133,6 +144,18 @@ class StateRoute:
     ends: Ends
     relay: bool
     ulysses: Axis | None = None
+    kernel: str = "blocks"
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank has all tokens and heads."""
+        return self.ulysses is None and self.axis.size == 1
+
+    def local(self, rule: LinearRule, spans: Spans) -> FlaSpans | BlockSpans:
+        """Computes the rows at ``spans``, as :meth:`arrange` has them."""
+        if self.kernel != "fla":
+            return BlockSpans(rule)
+        return FlaSpans(rule, document_starts(self.ends, spans) if self.ends else None)
 
     @property
     def rows(self) -> list[Span]:
@@ -144,19 +167,19 @@ class StateRoute:
         return self.order.counts.hops > 0
 
     def arrange(self, inputs: Inputs, spans: Spans) -> list[Tensor]:
-        """The inputs of the rows at ``spans``, with a log-decay of -inf where a document begins.
+        """The inputs of the rows at ``spans``, with a log-decay of -inf where a document begins (not for fla).
 
         They are this rank's rows or, after an all-to-all, those of its ring rank, with this rank's heads.
         """
         inputs = _exchanged(inputs, self.ulysses)
-        if self.ends:
+        if self.ends and self.kernel != "fla":
             inputs[3] = inputs[3].masked_fill(self._begins(inputs[3], spans), -torch.inf)
         return inputs
 
     def arrange_grad(self, grads: Inputs, heads: tuple[int, int], spans: Spans) -> list[Tensor]:
         """The backward pass of :meth:`arrange`, whose inputs had these numbers of heads and of key heads."""
         dq, dk, dv, dg, *others = grads
-        if self.ends:
+        if self.ends and self.kernel != "fla":
             dg = dg.masked_fill(self._begins(dg, spans), 0.0)
         return _exchanged_grads((dq, dk, dv, dg, *others), heads, self.ulysses)
 
@@ -165,22 +188,44 @@ class StateRoute:
         return at[..., None, None] if g.dim() == 4 else at[..., None]
 
 
-def route_of(inputs: Inputs, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str) -> StateRoute:
+def route_of(
+    inputs: Inputs, rule: LinearRule, layout: SequenceLayout, ends: Ends, exchange: str, kernel: str = "auto"
+) -> StateRoute:
     """The route of the states of inputs with these shapes, the same on every rank.
 
     Raises:
-        ValueError: there is no such exchange, or Ulysses does not divide the heads.
+        ValueError: there is no such exchange or kernel, Ulysses does not divide the heads, or the kernel cannot run.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange {exchange!r} is unknown: use one of {', '.join(EXCHANGES)}")
     grid, bare = layout.grid, layout.without_groups()
     order, on_ring = (span_order(bare, ends, by_heads) for by_heads in (False, True))
-    sizes = state_sizes(rule, inputs)
+    sizes, v = state_sizes(rule, inputs), inputs[2]
+    kernel = chosen_kernel(kernel, rule, device=v.device, dtype=v.dtype, keys=sizes.keys, values=sizes.values)
     by_heads, how = chosen_exchange(sizes, order.counts, on_ring.counts, grid.ulysses.size, exchange)
     if by_heads:
         spans = layout.ring_spans(grid.ring.rank)
-        return StateRoute(grid.context, grid.ring, on_ring, spans, ends, how == "relay", grid.ulysses)
-    return StateRoute(grid.context, grid.context, order, layout.local_spans, ends, how == "relay")
+        return StateRoute(grid.context, grid.ring, on_ring, spans, ends, how == "relay", grid.ulysses, kernel)
+    return StateRoute(grid.context, grid.context, order, layout.local_spans, ends, how == "relay", None, kernel)
+
+
+@replaceable
+def chosen_kernel(
+    name: str, rule: LinearRule, *, device: torch.device, dtype: torch.dtype, keys: int, values: int
+) -> str:
+    """``fla`` or ``blocks``.
+
+    Raises:
+        KernelUnavailable: a ValueError: there is no such kernel, or it cannot run.
+    """
+    if name not in LINEAR_KERNELS:
+        raise KernelUnavailable(name, f"no such kernel of linear attention, only {', '.join(LINEAR_KERNELS)}")
+    if name == "blocks":
+        return name
+    reason = why_not(rule, device=device, dtype=dtype, keys=keys, values=values)
+    if reason and name == "fla":
+        raise KernelUnavailable(name, f"{reason}; the kernel blocks runs here")
+    return "blocks" if reason else "fla"
 
 
 def state_sizes(rule: LinearRule, inputs: Inputs) -> StateSizes:
@@ -212,16 +257,27 @@ class _LinearAttention(torch.autograd.Function):
         given = (q, k, v, g, beta) if skip is None else (q, k, v, g, beta, skip)
         inputs = route.arrange(given, route.spans)
         out = torch.empty_like(inputs[2])
-        empty = empty_state(inputs)
-        mine = route.order.of(route.axis.rank)
-        maps = {p.index: span_map(rule, inputs, route.rows[p.index]) for p in mine if p.hands_on}
-        entries = entry_states(rule, route.order, route.axis, maps, empty, route.relay)
-        states = {p.index: span_outputs(rule, inputs, route.rows[p.index], entries[p.index], out)[0] for p in mine}
+        mine, empty, start = route.order.of(route.axis.rank), empty_state(inputs), identity(rule, inputs)
+        columns = rule.map_columns(empty.size(-2))
+        local, entries, maps, reads = route.local(rule, route.spans), {}, {}, {}
+        for p in mine:
+            rows = route.rows[p.index]
+            if not p.fresh:
+                reads[p.index] = out.new_empty((rows[1] - rows[0], *empty.shape[:-1]))
+            first = empty if p.fresh else start
+            entries[p.index], after = local.outputs(inputs, rows, first, out, reads.get(p.index))
+            maps[p.index] = F.pad(after, (start.size(-1) - after.size(-1), 0))
+        sent = {p.index: maps[p.index] for p in mine if p.hands_on}
+        before = entry_states(rule, route.order, route.axis, sent, empty, route.relay)
+        for p in mine:
+            if not p.fresh:
+                add_reads(out[slice(*route.rows[p.index])], reads[p.index], before[p.index])
+                entries[p.index] = [apply_map(rule, packed, before[p.index]) for packed in entries[p.index]]
         ctx.rule, ctx.route, ctx.heads = rule, route, (v.size(2), q.size(2))
-        kept = [state for p in mine for state in states[p.index]]
-        matrices = [maps[p.index][..., : -out.size(3)].clone() for p in mine if p.hands_on and not p.fresh]
-        ctx.counts, ctx.inputs = [len(states[p.index]) for p in mine], len(inputs)
-        ctx.save_for_backward(*inputs, *kept, *matrices)
+        kept = [state for p in mine for state in entries[p.index]]
+        matrices = [maps[p.index][..., :columns].clone() for p in mine if p.hands_on and not p.fresh]
+        ctx.counts, ctx.inputs = [len(entries[p.index]) for p in mine], len(inputs)
+        ctx.save_for_backward(*inputs, *kept, *matrices, *reads.values())
         return out if route.ulysses is None else heads_to_sequence(out, route.ulysses)
 
     @staticmethod
@@ -235,17 +291,16 @@ class _LinearAttention(torch.autograd.Function):
             dout = heads_to_sequence_grad(dout, route.ulysses)
         mine, empty = route.order.of(route.axis.rank), empty_state(inputs)
         states = {p.index: [kept.pop(0) for _ in range(n)] for p, n in zip(mine, ctx.counts)}
-        maps = {}
+        matrices = {p.index: kept.pop(0) for p in mine if p.hands_on and not p.fresh}
+        maps, nothing = {}, empty.new_zeros((*empty.shape[:-1], rule.map_columns(empty.size(-2))))
         for p in mine:
             if not p.fresh:
-                E = span_state_grad(rule, inputs, route.rows[p.index], dout)
-                columns = rule.map_columns(empty.size(-2))
-                matrix = kept.pop(0) if p.hands_on else E.new_zeros((*E.shape[:-1], columns))
-                maps[p.index] = torch.cat((matrix, E), dim=-1)
+                E = reads_grad(dout[slice(*route.rows[p.index])], kept.pop(0), empty)
+                maps[p.index] = torch.cat((matrices.get(p.index, nothing), E), dim=-1)
         after = exit_grads(rule, route.order, route.axis, maps, empty, route.relay)
-        grads = [torch.zeros_like(x) for x in inputs]
+        local, grads = route.local(rule, route.spans), [torch.zeros_like(x) for x in inputs]
         for p in mine:
-            span_grads(rule, inputs, route.rows[p.index], states[p.index], dout, after[p.index], grads)
+            local.grads(inputs, route.rows[p.index], states[p.index], dout, after[p.index], grads)
         grads = route.arrange_grad(grads, ctx.heads, route.spans)
         grads = (*grads, None)[:6]
         return *(dx if needed else None for dx, needed in zip(grads, ctx.needs_input_grad)), None, None

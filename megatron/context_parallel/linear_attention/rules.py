@@ -92,15 +92,22 @@ def recurrence(
 class Prepared(NamedTuple):
     """Blocks of tokens, prepared: [b, heads, blocks, tokens of a block, ..]; S is the state before the block.
 
-    ``new = own - erase @ S``; ``out = reads @ S + inside @ new``; the state after it is ``keep * S + writes^T @ new``.
+    With a delta rule ``new = own - erase @ S``; ``out = reads @ S + inside @ new``; the state after it is
+    ``keep * S + writes^T @ new``.
+
+    Otherwise heads that share a key are columns of one state: the dimension of heads is that of key heads, and S is
+    [K, group * V]. ``out = entry * (reads @ S) + inside @ values``; the state after it is
+    ``keep * S + writes^T @ own``.
     """
 
-    erase: Tensor | None  # [.., c, K]; None without a delta rule
-    own: Tensor  # [.., c, V]
+    erase: Tensor | None  # [.., c, K]
+    own: Tensor  # [.., c, V] or [.., c, group, V]
     writes: Tensor  # [.., c, K]
     reads: Tensor  # [.., c, K]
-    inside: Tensor  # [.., c, c]
-    keep: Tensor  # [.., 1, 1] or [.., K, 1]
+    inside: Tensor  # [b, all heads, blocks, c, c]
+    keep: Tensor  # [.., 1, 1], [.., K, 1] or [.., 1, group, 1]
+    entry: Tensor | None = None  # [.., c, group, 1]
+    values: Tensor | None = None  # [b, all heads, blocks, c, V]
 
 
 def prepare(
@@ -117,31 +124,31 @@ def prepare(
     """Prepare blocks of tokens. Differentiable.
 
     Args:
-        q, k, v, g, beta, skip: as in :func:`recurrence`, but [b, heads, tokens, ..] with all heads, in fp32 or fp64.
+        q, k: [b, key heads, tokens, K], in fp32 or fp64; v, g, beta and skip: as in :func:`recurrence`, but
+            [b, heads, tokens, ..]. Heads that share a key head also share its products of queries and keys.
         block: a power of two that divides the number of tokens.
     """
-    q, k, v, g, beta = (x.unflatten(2, (-1, block)) for x in (q, k, v, g, beta))
+    groups = (k.size(1), v.size(1) // k.size(1))
+    q, k = (x.unflatten(2, (-1, block)).unsqueeze(2) for x in (q, k))
+    v, g, beta = (x.unflatten(2, (-1, block)).unflatten(1, groups) for x in (v, g, beta))
     beta = beta.unsqueeze(-1)
-    scaled = k * beta
-    if not rule.delta:
-        between, entry, left, keep = _decays(g)
-        inside = q @ scaled.mT * between
-        if skip is not None:
-            inside = inside + torch.diag_embed(skip.unflatten(2, (-1, block)))
-        return Prepared(None, v, scaled * left, q * entry, inside, keep)
     if rule.channels:
         entry, left, keep = _channel_decays(g)
-        pairs = _channel_pairs(torch.stack((q, scaled)), k, g)
-        inside, overlap = pairs[0], pairs[1].tril(-1)
+        inside, overlap = _channel_pairs(torch.stack((q, k)), k, g)
     else:
         between, entry, left, keep = _decays(g)
-        inside = q @ k.mT * between
-        overlap = (scaled @ k.mT * between).tril(-1)
-    solved = torch.linalg.solve_triangular(
-        overlap, torch.cat((v * beta, scaled * entry), dim=-1), upper=False, unitriangular=True
-    )
+        inside, overlap = q @ k.mT * between, k @ k.mT * between if rule.delta else None
+    if not rule.delta:
+        inside = inside * beta.mT
+        if skip is not None:
+            inside = inside + torch.diag_embed(skip.unflatten(2, (-1, block)).unflatten(1, groups))
+        own, keep, entry = (x.movedim(2, 4) for x in (v * (left * beta), keep, entry))
+        return Prepared(None, own, k.squeeze(2), q.squeeze(2), inside.flatten(1, 2), keep, entry, v.flatten(1, 2))
+    right = torch.cat((v * beta, k * (beta * entry)), dim=-1)
+    # Only entries below the diagonal are read.
+    solved = torch.linalg.solve_triangular(overlap * beta, right, upper=False, unitriangular=True)
     own, erase = solved.split((v.size(-1), k.size(-1)), dim=-1)
-    return Prepared(erase, own, k * left, q * entry, inside, keep)
+    return Prepared(*(x.flatten(1, 2) for x in (erase, own, k * left, q * entry, inside, keep)))
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -179,12 +186,12 @@ def _channel_pairs(x: Tensor, y: Tensor, g: Tensor) -> Tensor:
     and j in the left half, the decay is that from j to the middle times that from the middle to i, both at most 1.
 
     Args:
-        x: [n, .., c, K]; y, g: [.., c, K].
+        x: [n, .., c, K]; y: [.., c, K]; g: the same, or with more heads than the others.
 
     Returns:
         [n, .., c, c].
     """
-    result = (x * y).sum(-1)[..., None, None]
+    result = (x * y).sum(-1).expand(*x.shape[:1], *g.shape[:-1])[..., None, None]
     half = 1
     while half < y.size(-2):
         halves = (-1, 2, half)

@@ -27,7 +27,7 @@ def _store(x, at, value, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexp
 @triton.jit
 def states_kernel(
     own, erase, writes, keep, start, out, end, blocks,
-    ERASES: tl.constexpr, BY_CHANNEL: tl.constexpr, STATES: tl.constexpr,
+    ERASES: tl.constexpr, BY_CHANNEL: tl.constexpr, BY_COLUMN: tl.constexpr, STATES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +47,8 @@ def states_kernel(
         write = _load(writes, block * ROWS * KEYS, row, key, ROWS, KEYS)
         if BY_CHANNEL:
             state *= tl.load(keep + block * KEYS + key, mask=key < KEYS, other=0.0)[:, None]
+        elif BY_COLUMN:
+            state *= tl.load(keep + block * VALUES + value, mask=value < VALUES, other=0.0)[None, :]
         else:
             state *= tl.load(keep + block)
         state = tl.dot(tl.trans(write), new, state, input_precision=PRECISION)
@@ -56,7 +58,7 @@ def states_kernel(
 @triton.jit
 def state_grads_kernel(
     dout, erase, writes, reads, inside, keep, end, out, start, blocks,
-    ERASES: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    ERASES: tl.constexpr, BY_CHANNEL: tl.constexpr, BY_COLUMN: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,6 +74,8 @@ def state_grads_kernel(
         before = dstate
         if BY_CHANNEL:
             before *= tl.load(keep + block * KEYS + key, mask=key < KEYS, other=0.0)[:, None]
+        elif BY_COLUMN:
+            before *= tl.load(keep + block * VALUES + value, mask=value < VALUES, other=0.0)[None, :]
         else:
             before *= tl.load(keep + block)
         read = _load(reads, block * ROWS * KEYS, row, key, ROWS, KEYS)

@@ -229,8 +229,8 @@ OF_A_STAGE = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
     elastic_grids zero_stage
     use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size attention_kernel
-    attention_block_sizes recompute_granularity recompute_method recompute_num_layers keep_attention
-    recompute_activations fpdt fpdt_chunk_size fpdt_offload fpdt_stream_hidden ffn_chunks loss_chunks
+    linear_attention_kernel attention_block_sizes recompute_granularity recompute_method recompute_num_layers
+    keep_attention recompute_activations fpdt fpdt_chunk_size fpdt_offload fpdt_stream_hidden ffn_chunks loss_chunks
     offload_checkpoints micro_batch_size gradient_accumulation_steps global_batch_size num_workers
 """.split()
 

@@ -129,7 +129,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
     (
         "read only with --experimental-attention-variant or --is-hybrid-model",
         lambda c: c.model.experimental_attention_variant is not None or c.model.is_hybrid_model,
-        "linear_attention_exchange",
+        "linear_attention_exchange linear_attention_kernel",
     ),
     (
         "read only with --is-hybrid-model",

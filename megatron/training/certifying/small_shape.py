@@ -23,7 +23,7 @@ SINGLE = {
 # Settings of these sections that do not matter for a few steps on a CPU, or need a GPU or files.
 LEFT_OUT = {
     "model.model", "model.transformer_impl", "model.padded_vocab_size", "model.make_vocab_size_divisible_by",
-    "attention.attention_kernel", "attention.attention_block_sizes",
+    "attention.attention_kernel", "attention.attention_block_sizes", "attention.linear_attention_kernel",
 }  # fmt: skip
 
 
@@ -51,6 +51,8 @@ def left_out(config: Config) -> list[str]:
         notes.append(f"--fp8-format {config.model.fp8_format}: FP8 needs a GPU; checked in bf16")
     if config.attention.attention_kernel not in ("auto", "cpu", "math"):
         notes.append(f"--attention-kernel {config.attention.attention_kernel}: checked with the CPU's kernel")
+    if config.attention.linear_attention_kernel == "fla":
+        notes.append("--linear-attention-kernel fla: checked with the kernels of this program")
     if config.attention.mask_function or config.attention.sparse_pattern.endswith(".json"):
         notes.append(f"--seq-length {config.data.seq_length}: checked with the mask for {LENGTH} tokens")
     if config.model.num_experts and config.parallel.expert_model_parallel_size > 1:

@@ -73,6 +73,7 @@ def build_model(
         keep=config.attention.keep_attention,
         layers=tuple(layers) if any(layer != layers[0] for layer in layers) else (),
         dropout=ModelDropout(config.model.attention_dropout, config.model.hidden_dropout, config.run.seed),
+        linear_kernel=config.attention.linear_attention_kernel,
     )
     chunks = []
     for stage in range(stages or 1):

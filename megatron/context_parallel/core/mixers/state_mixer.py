@@ -161,7 +161,8 @@ class StateMixer(MegatronModule):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         convolved = short_convolution(x, weight, bias, layout=layout, activation="silu", documents=documents)
         inputs = self.inputs_of_rule(convolved, *others)
-        return linear_attention(*inputs, rule=self.rule, layout=layout, documents=documents, exchange=self.exchange)
+        how = {"documents": documents, "exchange": self.exchange, "kernel": self.settings.linear_kernel}
+        return linear_attention(*inputs, rule=self.rule, layout=layout, **how)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
 from megatron.context_parallel.layout.tiles import Tiles
-from megatron.context_parallel.linear_attention import block_scan
+from megatron.context_parallel.linear_attention import block_scan, mixer
 from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.context_parallel.positions import position_dropout, rope
 from megatron.platform.hooks import patched, patched_items, replaced
@@ -318,6 +318,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
             stack.enter_context(patched_items(sizes, sizes | {"cpu": sizes["cuda"]}))
         stack.enter_context(replaced(kernels.select, lambda _: partial(simulated_kernel, recorder, machine)))
         stack.enter_context(replaced(block_scan.by_kernel, lambda _: by_state_kernel))
+        stack.enter_context(replaced(mixer.chosen_kernel, lambda _: lambda *_, **__: "blocks"))
         stack.enter_context(replaced(block_scan.launch, lambda _: partial(SimulatedLaunch, recorder)))
         stack.enter_context(replaced(chunked_loss.adds_wide, lambda _: lambda *_: True))
         yield

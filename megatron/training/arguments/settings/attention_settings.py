@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.decisions.kernel_order import KERNELS
+from megatron.decisions.state_exchange import LINEAR_KERNELS
 from megatron.training.arguments.settings.flag import FUNCTION, flag, layer_pattern
 
 
@@ -50,6 +51,12 @@ class AttentionConfig:
     """The attention core, and recompute."""
 
     attention_kernel: str = flag("auto", "kernel of one attention tile", choices=["auto", *KERNELS])
+    linear_attention_kernel: str = flag(
+        "auto",
+        "kernels of layers with a state: those of fla-core, or this program's, which run anywhere; auto: fla where it "
+        "can run",
+        choices=LINEAR_KERNELS,
+    )
     attention_block_sizes: str | None = flag(
         None,
         "FILE of tools/measure_hardware.py --attention: block sizes of the kernel triton, as measured on this GPU",
