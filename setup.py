@@ -87,7 +87,7 @@ setup(
         "tqdm>=4.66.3",  # earlier versions have CVE-2024-34062
     ],
     extras_require={
-        "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7"],
+        "gpu": ["transformer-engine[pytorch]>=2.1", "flash-attn>=2.7", "fla-core>=0.6,<0.7"],
         "triton": TRITON,
         "parquet": PARQUET,  # data in Parquet and Arrow files
         "s3": S3,  # data in object storage
