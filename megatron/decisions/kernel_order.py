@@ -23,10 +23,12 @@ KERNELS = {
     "flash_attn": "flash_attn_kernel:FlashAttnKernel",
     "cudnn": "cudnn_kernel:CudnnKernel",
     "flash": "flash_kernel:FlashKernel",
+    "cudnn_flex": "cudnn_flex_kernel:CudnnFlexKernel",
     "cpu": "cpu_kernel:CpuKernel",
     "triton": "triton_kernels.triton_kernel:TritonKernel",
     "math": "math_kernel:MathKernel",
 }
+BY_NAME = ("cudnn_flex",)  # nothing has measured them: `auto` takes them only if no other kernel can run
 # Rows of a tile from which a kernel is expected to be faster than Triton's. This is a prediction for H100 with 32 heads
 # of 128 in bf16; a machine's file may replace it by a measurement ("crossover"). Forward and backward of a causal tile
 # of n rows are 29,000 n^2 FLOPs. Triton's kernels should reach 0.46 of the peak (0.58 and 0.43, from the machine code
@@ -48,7 +50,7 @@ def preferred(
 ) -> tuple[str, ...]:
     """Names of kernels, best first, whether or not they can run; slow kernels with all features come last.
 
-    Kernels that this function does not rank come before ``math``.
+    Kernels that this function does not rank come before ``math``, those of ``BY_NAME`` after it.
 
     Args:
         capability: of the GPU; None: a CPU.
@@ -76,7 +78,8 @@ def preferred(
         later = sorted(set(fused) - set(first), key=lambda name: (name == "cudnn", fused.index(name)))
         order = [*first, "triton", *later, "cpu", "math"]
     math = order.index("math")
-    return (*order[:math], *(name for name in KERNELS if name not in order), *order[math:])
+    more = (name for name in KERNELS if name not in (*order, *BY_NAME))
+    return (*order[:math], *more, *order[math:], *BY_NAME)
 
 
 def lacks(kernel: str, capability: tuple[int, int], head_dim: int, *, half: bool = True) -> str | None:

@@ -7,6 +7,7 @@ order in which `auto` tries them.
 
 - math_kernel.py: plain PyTorch, the reference; cpu_kernel.py: PyTorch's flash attention for CPUs
 - flash_kernel.py, cudnn_kernel.py: fused kernels of PyTorch; flash_attn_kernel.py: those of the package flash-attn
+- cudnn_flex_kernel.py: cuDNN's FlexAttention, which takes all tiles as the intervals that intervals.py makes
 - triton_kernels/: one launch for all tiles, with masks, ALiBi, dropout and soft-cap
 """
 
@@ -34,6 +35,7 @@ KERNELS: dict[str, Kernel] = {name: _made(*place.split(":")) for name, place in 
 
 NEEDS = {
     "needs_mask": ("supports_mask", "does not support masks, which this attention pattern needs"),
+    "needs_bias": ("supports_bias", "does not support ALiBi"),
     "needs_dropout": ("supports_dropout", "does not support attention dropout by position"),
     "needs_softcap": ("supports_softcap", "does not support a soft-cap of attention scores"),
     "needs_value_dim": ("supports_value_dim", "does not support value heads of another size than key heads"),

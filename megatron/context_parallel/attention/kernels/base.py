@@ -81,6 +81,7 @@ class Kernel(Protocol):
 
     name: str
     supports_mask: bool
+    supports_bias: bool  # of a score: ALiBi
     supports_dropout: bool
     supports_softcap: bool
     supports_value_dim: bool

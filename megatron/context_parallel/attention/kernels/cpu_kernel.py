@@ -35,7 +35,7 @@ class CpuKernel(TileByTile):
     """Supports fp32, fp64, bf16, fp16, grouped heads and masks. It is the default on a machine without a GPU."""
 
     name = "cpu"
-    supports_mask = True
+    supports_mask = supports_bias = True
     supports_dropout = True
     supports_softcap = True
     supports_value_dim = True

@@ -27,7 +27,7 @@ class FusedKernel(TileByTile):
     """
 
     name: str
-    supports_mask = supports_dropout = supports_softcap = supports_value_dim = False
+    supports_mask = supports_bias = supports_dropout = supports_softcap = supports_value_dim = False
 
     def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         reason = gpu_reason(device) or self.why_not_on(torch.cuda.get_device_capability(device), dtype, head_dim)

@@ -33,7 +33,7 @@ class MathKernel(TileByTile):
     """Computes in fp32 for bf16 and fp16 inputs, and in the inputs' dtype for fp32 and fp64."""
 
     name = "math"
-    supports_mask = True
+    supports_mask = supports_bias = True
     supports_dropout = True
     supports_softcap = True
     supports_value_dim = True

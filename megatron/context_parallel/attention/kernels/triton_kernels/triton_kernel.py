@@ -26,7 +26,7 @@ class TritonKernel:
     """fp32, bf16 and fp16 on NVIDIA GPUs of compute capability 8.0 or newer; head sizes up to 256."""
 
     name = "triton"
-    supports_mask = True
+    supports_mask = supports_bias = True
     supports_dropout = True
     supports_softcap = True
     supports_value_dim = True
