@@ -23,7 +23,7 @@ from megatron.context_parallel.linear_attention import block_scan
 from megatron.context_parallel.linear_attention.rules import RULES, prepare, recurrence
 from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions import kernel_order
-from megatron.decisions.kernel_order import preferred
+from megatron.decisions.kernel_order import BY_NAME, preferred
 from tests.unit.test_kernels import CPU_KERNELS, assert_close, both_ways, dense, make
 
 
@@ -158,7 +158,7 @@ def test_auto_on_the_cpu():
         ("flash", dict(needs_mask=True), "does not support masks"),
         ("flash", dict(needs_softcap=True), "does not support a soft-cap"),
         ("cudnn", dict(needs_value_dim=True), "does not support value heads of another size"),
-        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cpu, triton, math"),
+        ("sdpa", {}, "no such kernel, only auto, flash_attn, cudnn, flash, cudnn_flex, cpu, triton, math"),
     ],
 )
 def test_refusals(name, options, reason):
@@ -239,7 +239,7 @@ def test_preferences_on_a_gpu(pretend_gpu, install, monkeypatch):
 )
 def test_the_order_by_machine(capability, version, order):
     result = list(preferred(capability, flash_attn=version))
-    assert result == [*order, "triton", "cpu", "math"]
+    assert result == [*order, "triton", "cpu", "math", *BY_NAME]
     small = list(preferred(capability, flash_attn=version, tile_rows=1024.0))
     order.remove("cudnn")  # it comes later, because it makes a plan for each shape
     assert small == ["triton", *order, "cudnn", "cpu", "math"]
