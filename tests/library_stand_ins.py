@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels import cudnn_flex_kernel
+from megatron.context_parallel.attention.kernels import cudnn_flex_kernel, flash_attn_4_kernel
 from megatron.context_parallel.attention.kernels.cudnn_flex_kernel import CudnnFlexKernel
+from megatron.context_parallel.attention.kernels.flash_attn_4_kernel import FlashAttn4Kernel
 
 
 def masked_attention(
@@ -106,4 +107,111 @@ def cudnn_flex_stand_in(**changed: Any) -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cudnn_flex_kernel, "library", lambda: library)
         patch.setattr(CudnnFlexKernel, "why_not", lambda self, **_: None)
+        yield calls
+
+
+# --- flash-attn 4 ---
+
+
+class BlockSparseTensorsTorch(NamedTuple):
+    mask_block_cnt: Tensor
+    mask_block_idx: Tensor
+    full_block_cnt: Tensor | None = None
+    full_block_idx: Tensor | None = None
+    block_size: tuple[int, int] | None = None
+
+
+def in_window(queries: int, keys: int, left: int | None, right: int | None, causal: bool = False) -> Tensor:
+    """bool [queries, keys]: the last query is at the place of the last key."""
+    far = torch.arange(keys) - (torch.arange(queries) + keys - queries)[:, None]
+    seen = torch.ones_like(far, dtype=torch.bool) if left is None else far >= -left
+    right = 0 if causal else right
+    return seen if right is None else seen & (far <= right)
+
+
+def in_blocks(lists: BlockSparseTensorsTorch, seen: Tensor, by_keys: bool) -> Tensor:
+    """Pairs of complete blocks, and those that are ``seen`` of the blocks in part; blocks are listed by queries, or
+    by keys in a backward pass."""
+    rows, columns = lists.block_size
+    result = torch.zeros_like(seen)
+    assert rows % 128 == 0 and columns == 128
+    for counts, numbers, some in (lists[:2] + (True,), lists[2:4] + (False,)):
+        assert counts.dtype == numbers.dtype == torch.int32 and counts.shape == numbers.shape[:3]
+        for first, count in enumerate(counts[0, 0].tolist()):
+            for second in numbers[0, 0, first, :count].tolist():
+                row, column = (second, first) if by_keys else (first, second)
+                block = slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns)
+                assert not result[block].any() and seen[block].any() and (some or seen[block].all())
+                result[block] = seen[block] if some else True
+    return result
+
+
+def interval_mask(ends: int):
+    def seen(batch, head, query, key, lengths, tables):
+        (table,) = tables
+        assert table.shape[0] == ends
+        result = key < table[0, query]
+        for index in range(1, ends, 2):
+            result = result | ((key >= table[index, query]) & (key < table[index + 1, query]))
+        return result
+
+    return seen
+
+
+def _seen(
+    q: Tensor, k: Tensor, by_keys: bool, *, causal=False, window_size_left=None, window_size_right=None, mask_mod=None,
+    aux_tensors=None, block_sparse_tensors=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+    max_seqlen_k=None,
+) -> Tensor:  # fmt: skip
+    """bool [1, 1, queries, keys] of all rows."""
+    if mask_mod is not None:
+        assert not causal and window_size_left is None and window_size_right is None and cu_seqlens_q is None
+        at = torch.arange(q.size(1))[:, None], torch.arange(k.size(1))[None]
+        return in_blocks(block_sparse_tensors, mask_mod(0, 0, *at, None, aux_tensors), by_keys)[None, None]
+    window = window_size_left, window_size_right, causal
+    if cu_seqlens_q is None:
+        return in_window(q.size(1), k.size(1), *window)[None, None]
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert max_seqlen_q == max(map(int.__sub__, q_ends[1:], q_ends)) and q_ends[-1] == len(q) and k_ends[-1] == len(k)
+    sizes = zip(map(int.__sub__, q_ends[1:], q_ends), map(int.__sub__, k_ends[1:], k_ends))
+    return torch.block_diag(*(in_window(*size, *window).int() for size in sizes)).bool()[None, None]
+
+
+def _flash_attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, softcap: float, return_lse: bool, pack_gqa: bool,
+    **mask: Any,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    seen = _seen(q, k, False, **mask)
+    wide = (x.unsqueeze(0) for x in (q, k, v)) if q.dim() == 3 else (q, k, v)
+    out, lse, _ = masked_attention(*wide, seen, softmax_scale, softcap)
+    return (out[0], lse[0], None, None) if q.dim() == 3 else (out, lse, None, None)
+
+
+def _flash_attn_bwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *, softmax_scale: float, softcap: float,
+    **mask: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    seen = _seen(q, k, True, **mask)
+    args = [x.unsqueeze(0) for x in (q, k, v, out, dout, lse)] if q.dim() == 3 else [q, k, v, out, dout, lse]
+    assert lse.is_contiguous()
+    grads = masked_attention_grad(*args, seen, softmax_scale, softcap)
+    return tuple(grad[0] for grad in grads) if q.dim() == 3 else grads
+
+
+@contextmanager
+def flash_attn_4_stand_in(**changed: Any) -> Iterator[list[str]]:
+    """Within it, ``flash_attn_4`` runs on CPUs; yields how each forward call says its mask."""
+    calls: list[str] = []
+
+    def forward(*args: Any, **options: Any) -> tuple:
+        kinds = {"mask_mod": "function", "cu_seqlens_q": "documents"}
+        calls.append(next((kind for name, kind in kinds.items() if name in options), "window"))
+        return _flash_attn_fwd(*args, **options)
+
+    functions = {"lists": BlockSparseTensorsTorch, "interval_mask": interval_mask, "backward": _flash_attn_bwd}
+    library = SimpleNamespace(**{"forward": forward, **functions, **changed})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attn_4_kernel, "library", lambda: library)
+        patch.setattr(FlashAttn4Kernel, "why_not", lambda self, **_: None)
         yield calls

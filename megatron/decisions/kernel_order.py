@@ -24,11 +24,12 @@ KERNELS = {
     "cudnn": "cudnn_kernel:CudnnKernel",
     "flash": "flash_kernel:FlashKernel",
     "cudnn_flex": "cudnn_flex_kernel:CudnnFlexKernel",
+    "flash_attn_4": "flash_attn_4_kernel:FlashAttn4Kernel",
     "cpu": "cpu_kernel:CpuKernel",
     "triton": "triton_kernels.triton_kernel:TritonKernel",
     "math": "math_kernel:MathKernel",
 }
-BY_NAME = ("cudnn_flex",)  # nothing has measured them: `auto` takes them only if no other kernel can run
+BY_NAME = ("cudnn_flex", "flash_attn_4")  # nothing has measured them: `auto` takes them only if no other kernel can run
 # Rows of a tile from which a kernel is expected to be faster than Triton's. This is a prediction for H100 with 32 heads
 # of 128 in bf16; a machine's file may replace it by a measurement ("crossover"). Forward and backward of a causal tile
 # of n rows are 29,000 n^2 FLOPs. Triton's kernels should reach 0.46 of the peak (0.58 and 0.43, from the machine code

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from megatron.context_parallel.attention.kernels import flash_attn_4_kernel
 from tests.distributed.test_mask_attention import BACKENDS, SCHEMES, compare, make_layout, ranks
 from tests.errors import worst
-from tests.library_stand_ins import FlexPlan, create_mask_plan, cudnn_flex_stand_in
+from tests.library_stand_ins import FlexPlan, create_mask_plan, cudnn_flex_stand_in, flash_attn_4_stand_in
 from tests.pairs import also_in_full
 
 FLEX = [
@@ -16,20 +19,36 @@ FLEX = [
     if not any(word in extra for word in ("ALiBi", "dropout", "soft-cap"))
 ]  # fmt: skip
 
+FINE = ("function", "window 1", "window 20", "half sees")  # masks of pairs, and windows that are too narrow for tiles
+FLASH_4 = [
+    name for name, (mask, extra) in SCHEMES.items()
+    if not any(word in extra for word in ("ALiBi", "dropout")) and not mask.startswith(FINE)
+]  # fmt: skip
+
 
 def shifted(mask_func: torch.Tensor, *args, **options) -> FlexPlan:
-    """A mistake: the last end of each query is one key too early."""
-    return create_mask_plan(
-        torch.cat((mask_func[:, :-1], (mask_func[:, -1:] - 1).clamp(min=0)), dim=1), *args, **options
-    )
+    """A mistake: the last interval of each query ends one key too early."""
+    end = (mask_func[:, -1:] - 1).clamp(min=0)
+    end = end if mask_func.size(1) == 1 else torch.maximum(end, mask_func[:, -2:-1])
+    return create_mask_plan(torch.cat((mask_func[:, :-1], end), dim=1), *args, **options)
 
 
 def compare_by_cudnn_flex(schemes, backend, **changed):
-    options = {"batch": 2, "layout": make_layout(backend), "gather": "gathered" in backend}
     with cudnn_flex_stand_in(**changed) as calls:
-        errors = {scheme: compare(scheme, backend, "cudnn_flex", torch.float64, **options) for scheme in schemes}
+        errors = compared(schemes, backend, "cudnn_flex")
     assert {"plan", "forward", "backward"} <= set(calls)
     return errors
+
+
+def compare_by_flash_attn_4(schemes, backend, most=8, **changed):
+    with flash_attn_4_stand_in(**changed) as calls, patch.object(flash_attn_4_kernel, "MOST", most):
+        errors = compared(schemes, backend, "flash_attn_4")
+    return errors, set(calls)
+
+
+def compared(schemes, backend, kernel):
+    options = {"batch": 2, "layout": make_layout(backend), "gather": "gathered" in backend}
+    return {scheme: compare(scheme, backend, kernel, torch.float64, **options) for scheme in schemes}
 
 
 @pytest.mark.parametrize("backend", ["Ring", "FPDT, USP", *also_in_full(*BACKENDS)])
@@ -42,10 +61,33 @@ def test_cudnn_flex_on_grids(pool, backend, request):
     assert worst(errors.values()) < 1e-10, errors
 
 
+@pytest.mark.parametrize("backend", ["one process", "USP with TP", *also_in_full(*BACKENDS)])
+@pytest.mark.usual(0, 1)
+def test_flash_attn_4_on_grids(pool, backend, request):
+    few = ["causal", "window 50", "documents", "documents and window", "strided", "soft-cap, window 50"]
+    schemes = FLASH_4 if request.config.getoption("--full") else few
+    result = pool.run(compare_by_flash_attn_4, ranks(backend), schemes, backend, 2, timeout=240)
+    errors = {scheme: worst(rank[0][scheme] for rank in result) for scheme in schemes}
+    assert worst(errors.values()) < 1e-10, errors
+    assert set.union(*(calls for _, calls in result)) == {"window", "documents", "function"}
+
+
 def test_a_wrong_interval_is_seen(pool):
-    result = pool.run(compare_with_shifted, 4)
-    assert worst(rank["window 50"] for rank in result) > 1e-2
+    assert worst(rank["window 50"] for rank in pool.run(compare_with_shifted, 4)) > 1e-2
 
 
 def compare_with_shifted():
     return compare_by_cudnn_flex(["window 50"], "Ring", plan=shifted)
+
+
+def test_a_function_of_too_few_intervals_is_seen(pool):
+    errors = [rank[0]["strided"] for rank in pool.run(compare_with_one_interval, 1)]
+    assert worst(errors) > 1e-2
+
+
+def compare_with_one_interval():
+    def first_alone(ends):
+        return lambda batch, head, query, key, lengths, tables: key < tables[0][:1, query].squeeze(0)
+
+    with patch("tests.library_stand_ins.in_blocks", lambda lists, seen, by_keys: seen):
+        return compare_by_flash_attn_4(["strided"], "one process", interval_mask=first_alone)

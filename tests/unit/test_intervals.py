@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.kernels import available, cudnn_flex_kernel, select
+from megatron.context_parallel.attention.kernels import available, cudnn_flex_kernel, flash_attn_4_kernel, select
 from megatron.context_parallel.attention.kernels.cudnn_flex_kernel import CudnnFlexKernel
-from megatron.context_parallel.attention.kernels.intervals import intervals
+from megatron.context_parallel.attention.kernels.flash_attn_4_kernel import FlashAttn4Kernel
+from megatron.context_parallel.attention.kernels.intervals import block_lists, intervals, pieces, split_intervals
 from megatron.context_parallel.layout.masks import inside_tiles
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
+from tests.library_stand_ins import in_window
 
 CPU, LENGTH = torch.device("cpu"), 96
 
@@ -102,50 +104,137 @@ def test_masks_have_few_intervals():
     assert count(cp.BlockSparse(16, cp.LongformerBlocks(1, 1), LENGTH)) == 3
 
 
+def listed(count: np.ndarray, numbers: np.ndarray, columns: int) -> np.ndarray:
+    """bool [blocks, columns]."""
+    result = np.zeros((len(count), columns), bool)
+    for row, (some, which) in enumerate(zip(count, numbers)):
+        result[row, which[:some]] = True
+        assert list(which[:some]) == sorted(which[:some])
+    return result
+
+
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1040), marks=pytest.mark.lab)], ids=len)
+def test_blocks_pieces_and_parts_of_intervals_are_the_same_pairs(seeds):
+    as_pieces = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        mask, q_at, k_at = random_mask(draw), random_spans(draw), random_spans(draw)
+        table = intervals(tiles(q_at, k_at, mask), inside_tiles(mask))
+        if table is None:
+            continue
+        seen, rows, columns = table.pairs(), draw.choice([4, 8, 16]), draw.choice([4, 8])
+        for lists, pairs, size in zip(
+            block_lists(table, rows, columns), (seen, seen.T), ((rows, columns), (columns, rows))
+        ):
+            blocks = [[pairs[i : i + size[0], j : j + size[1]] for j in range(0, pairs.shape[1], size[1])]
+                      for i in range(0, len(pairs), size[0])]  # fmt: skip
+            full = np.array([[block.all() for block in line] for line in blocks])
+            part = np.array([[block.any() and not block.all() for block in line] for line in blocks])
+            assert np.array_equal(listed(lists.full_count, lists.full, full.shape[1]), full), seed
+            assert np.array_equal(listed(lists.part_count, lists.part, full.shape[1]), part), seed
+        parts = [part.pairs() for part in split_intervals(table, 2)]
+        assert np.array_equal(np.sum(parts, axis=0), seen), seed  # each pair once
+        assert all(len(part.table) <= 5 for part in split_intervals(table, 2)[1:])
+        found = pieces(table)
+        if found is not None:
+            as_pieces += 1
+            sizes = zip(np.diff(found.q), np.diff(found.k))
+            whole = [in_window(int(n), int(m), found.left, found.right).int() for n, m in sizes]
+            assert np.array_equal(torch.block_diag(*whole).bool().numpy(), seen), seed
+    assert as_pieces > len(seeds) / 20
+
+
+@pytest.mark.parametrize(
+    "mask, q_at, k_at, form",
+    [
+        (cp.Causal(), ((0, 96),), ((0, 96),), (1, None, 0)),
+        (cp.Full(), ((0, 96),), ((0, 96),), (1, None, None)),
+        (cp.Causal(), ((64, 96),), ((0, 48),), (1, None, None)),
+        (cp.Causal(), ((64, 96),), ((0, 96),), (1, None, 0)),
+        (cp.Window(40), ((0, 96),), ((0, 96),), (1, 40, 0)),
+        (cp.Window(40, 7), ((0, 96),), ((0, 96),), (1, 40, 7)),
+        (cp.Documents((10, 50, 96)), ((0, 96),), ((0, 96),), (3, None, 0)),
+        (cp.Documents((50, 96), cp.Window(30)), ((0, 96),), ((0, 96),), (2, 30, 0)),
+        (cp.Window(40, 0, 4), ((0, 96),), ((0, 96),), None),
+        (cp.BlockSparse(16, cp.BigBirdBlocks(1, 1, 1), LENGTH), ((0, 96),), ((0, 96),), None),
+        (cp.Causal(), ((0, 24), (72, 96)), ((0, 24), (72, 96)), (1, None, 0)),
+        (cp.Causal(), ((0, 24), (72, 96)), ((24, 72),), (1, None, None)),
+    ],
+)
+def test_masks_that_a_library_has_arguments_for(mask, q_at, k_at, form):
+    found = pieces(intervals(tiles(q_at, k_at, mask), inside_tiles(mask)))
+    assert form == (found and (len(found.q) - 1, found.left, found.right))
+
+
 BF16 = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 128}
 
 
-@pytest.mark.parametrize(
-    "changed, capability, reason",
-    [
-        ({}, (9, 0), None),
-        ({}, (10, 3), None),
-        ({"device": torch.device("cpu")}, (9, 0), "needs a GPU"),
-        ({"dtype": torch.float32}, (9, 0), "needs bf16 or fp16"),
-        ({}, (8, 0), "needs a GPU of compute capability 9.0, 10.0 or 10.3"),
-        ({"head_dim": 192}, (9, 0), "multiple of 8 and at most 128"),
-    ],
-)
-def test_where_cudnn_flex_runs(monkeypatch, changed, capability, reason):
+KERNELS = {"cudnn_flex": (CudnnFlexKernel, cudnn_flex_kernel), "flash_attn_4": (FlashAttn4Kernel, flash_attn_4_kernel)}
+ON_GPUS = [
+    ("cudnn_flex", {}, (9, 0), None),
+    ("cudnn_flex", {}, (10, 3), None),
+    ("cudnn_flex", {"device": torch.device("cpu")}, (9, 0), "needs a GPU"),
+    ("cudnn_flex", {"dtype": torch.float32}, (9, 0), "needs bf16 or fp16"),
+    ("cudnn_flex", {}, (8, 0), "needs a GPU of compute capability 9.0, 10.0 or 10.3"),
+    ("cudnn_flex", {"head_dim": 192}, (9, 0), "multiple of 8 and at most 128"),
+    ("flash_attn_4", {}, (9, 0), None),
+    ("flash_attn_4", {}, (8, 9), "needs a GPU of compute capability 9.0, 10 or 11"),
+    ("flash_attn_4", {"head_dim": 36}, (9, 0), "multiple of 8 and at most 128"),
+]
+
+
+@pytest.mark.parametrize("name, changed, capability, reason", ON_GPUS)
+def test_where_kernels_of_libraries_run(monkeypatch, name, changed, capability, reason):
+    kernel, module = KERNELS[name]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(cudnn_flex_kernel, "missing", lambda: None)
-    found = CudnnFlexKernel().why_not(**BF16 | changed)
+    monkeypatch.setattr(module, "missing", lambda: None)
+    found = kernel().why_not(**BF16 | changed)
     assert found == reason if reason is None else reason in found
 
 
+def test_flash_attn_4_is_refused_where_results_must_repeat():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "is not deterministic" in FlashAttn4Kernel().why_not_on((9, 0), torch.bfloat16, 128)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "is not simulated" in FlashAttn4Kernel().why_not_on((9, 0), torch.bfloat16, 128)
+
+
 @pytest.mark.parametrize(
-    "version, reason",
-    [(None, "needs the package nvidia-cudnn-frontend>=1.32,<1.33"), ("1.31.0", "1.31.0 is installed"),
-     ("1.32.1", "cannot be imported: no CUDA")],
-)  # fmt: skip
-def test_versions_of_the_package(monkeypatch, version, reason):
-    def installed(name: str) -> str:
+    "name, version, reason",
+    [
+        ("cudnn_flex", None, "needs the package nvidia-cudnn-frontend>=1.32,<1.33"),
+        ("cudnn_flex", "1.31.0", "1.31.0 is installed"),
+        ("cudnn_flex", "1.32.1", "cannot be imported: no CUDA"),
+        ("flash_attn_4", None, "needs the package flash-attn-4"),
+        ("flash_attn_4", "4.1.0", "4.1.0 is installed"),
+        ("flash_attn_4", "4.0.0b36", "cannot be imported: no CUDA"),
+    ],
+)
+def test_versions_of_packages(monkeypatch, name, version, reason):
+    module, missing = KERNELS[name][1], KERNELS[name][1].metadata.PackageNotFoundError
+
+    def installed(package: str) -> str:
         if version is None:
-            raise cudnn_flex_kernel.metadata.PackageNotFoundError(name)
+            raise missing(package)
         return version
 
-    monkeypatch.setattr(cudnn_flex_kernel, "metadata", types.SimpleNamespace(
-        version=installed, PackageNotFoundError=cudnn_flex_kernel.metadata.PackageNotFoundError))  # fmt: skip
-    monkeypatch.setattr(cudnn_flex_kernel, "library", lambda: (_ for _ in ()).throw(OSError("no CUDA")))
-    assert reason in cudnn_flex_kernel.missing.__wrapped__()
+    monkeypatch.setattr(module, "metadata", types.SimpleNamespace(version=installed, PackageNotFoundError=missing))
+    monkeypatch.setattr(module, "library", lambda: (_ for _ in ()).throw(OSError("no CUDA")))
+    assert reason in module.missing.__wrapped__()
 
 
-@pytest.mark.parametrize("need", ["needs_bias", "needs_dropout", "needs_softcap"])
-def test_what_cudnn_flex_refuses(monkeypatch, need):
-    monkeypatch.setattr(CudnnFlexKernel, "why_not", lambda self, **_: None)
+REFUSED = [("cudnn_flex", need) for need in ("needs_bias", "needs_dropout", "needs_softcap")]
+REFUSED += [("flash_attn_4", need) for need in ("needs_bias", "needs_dropout", "needs_mask")]
+
+
+@pytest.mark.parametrize("name, need", REFUSED)
+def test_what_kernels_of_libraries_refuse(monkeypatch, name, need):
+    monkeypatch.setattr(KERNELS[name][0], "why_not", lambda self, **_: None)
     options = {"device": "cpu", "dtype": torch.float32, "head_dim": 64}
-    assert select("cudnn_flex", **options, needs_mask=True, needs_value_dim=True).name == "cudnn_flex"
-    assert select("auto", **options).name != "cudnn_flex" and available(**options)[-1] == "cudnn_flex"
-    with pytest.raises(ValueError, match='"cudnn_flex": does not support'):
-        select("cudnn_flex", **options, **{need: True})
+    assert select(name, **options, needs_value_dim=True).name == name
+    assert select("auto", **options).name != name and available(**options)[-1] == name
+    with pytest.raises(ValueError, match=f'"{name}": does not support'):
+        select(name, **options, **{need: True})

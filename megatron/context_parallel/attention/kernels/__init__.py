@@ -7,7 +7,7 @@ order in which `auto` tries them.
 
 - math_kernel.py: plain PyTorch, the reference; cpu_kernel.py: PyTorch's flash attention for CPUs
 - flash_kernel.py, cudnn_kernel.py: fused kernels of PyTorch; flash_attn_kernel.py: those of the package flash-attn
-- cudnn_flex_kernel.py: cuDNN's FlexAttention, which takes all tiles as the intervals that intervals.py makes
+- cudnn_flex_kernel.py, flash_attn_4_kernel.py: libraries that take all tiles in one call, as intervals.py gives them
 - triton_kernels/: one launch for all tiles, with masks, ALiBi, dropout and soft-cap
 """
 

@@ -111,3 +111,126 @@ def _runs(tiles: Tiles, tile: Tile, mask: Mask) -> Iterator[Rows]:
         edges = np.diff(np.pad(allowed.numpy().astype(np.int8), ((0, 0), (1, 1))), axis=1)
         row, start = np.nonzero(edges > 0)
         yield row + tile.q[0] + first, start + tile.k[0], np.nonzero(edges < 0)[1] + tile.k[0]
+
+
+# --- the forms that a library has arguments for ---
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Consecutive queries and keys that meet only each other, as documents do, all with the same window.
+
+    Attributes:
+        q, k: 0 and the end of each piece.
+        left, right: keys before and after its own that a query sees; None: all. A piece's last query and last key have
+            the same place.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    left: int | None
+    right: int | None
+
+
+def pieces(table: Intervals) -> Pieces | None:
+    """The intervals as pieces with one window; None if they have another form."""
+    if len(table.table) > 3 or table.empty.any():
+        return None
+    start, stop = _single(table)
+    if start is None:
+        return None
+    before = np.maximum.accumulate(stop)[:-1]
+    cuts = np.nonzero(start[1:] >= before)[0] + 1  # here begins a query that shares no key with those before it
+    q = (0, *cuts.tolist(), len(start))
+    k = (int(start[0]), *start[cuts].tolist(), int(stop.max()))
+    if k[0] or k[-1] != table.k[1] - table.k[0]:
+        return None
+    sizes = [(b - a, d - c) for a, b, c, d in zip(q, q[1:], k, k[1:])]
+    place = np.concatenate([np.arange(n) + m - n for n, m in sizes])  # of each query among the keys of its piece
+    first = np.repeat(k[:-1], [n for n, _ in sizes])
+    length = np.repeat([m for _, m in sizes], [n for n, _ in sizes])
+    left = _reach(place - (start - first), start > first)
+    right = _reach(stop - first - 1 - place, stop - first < length)
+    if left == "varies" or right == "varies":
+        return None
+    seen_from = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
+    seen_to = length if right is None else np.minimum(place + right + 1, length)
+    same = (seen_from == start - first).all() and (seen_to == stop - first).all()
+    return Pieces(q, k, left, right) if same and (right is None or right >= 0) and (left is None or left >= 0) else None
+
+
+def _single(table: Intervals) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """The one interval of each query; None if some query has two."""
+    if len(table.table) == 1:
+        return np.zeros_like(table.table[0]), table.table[0]
+    end, start, stop = table.table
+    if ((end > 0) & (start < stop)).any():
+        return None, None
+    return np.where(end > 0, 0, start), np.where(end > 0, end, stop)
+
+
+def _reach(far: np.ndarray, bounded: np.ndarray) -> int | str | None:
+    """How far queries see on one side, from those whose edge is not the piece's; None: to its end."""
+    if not bounded.any():
+        return None
+    values = np.unique(far[bounded])
+    return int(values[0]) if len(values) == 1 else "varies"
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """For each block of queries the blocks of keys that it meets, completely or in part; or the reverse.
+
+    Attributes:
+        part_count, full_count: int32 [blocks]; ``part``, ``full``: int32 [blocks, most], ascending, of which the first
+            ``count`` are meant.
+    """
+
+    part_count: np.ndarray
+    part: np.ndarray
+    full_count: np.ndarray
+    full: np.ndarray
+
+
+def block_lists(table: Intervals, rows: int, columns: int) -> tuple[BlockLists, BlockLists]:
+    """The lists of blocks of ``rows`` queries and ``columns`` keys: by blocks of queries, and by blocks of keys."""
+    queries, keys = table.q[1] - table.q[0], table.k[1] - table.k[0]
+    shape = (-(-queries // rows), -(-keys // columns))
+    pairs, middle = np.zeros(shape, np.int64), np.zeros((shape[0], shape[1] + 1), np.int64)
+    row = np.arange(queries) // rows
+    ends = table.table.astype(np.int64)
+    for start, stop in ((np.zeros_like(ends[0]), ends[0]), *zip(ends[1::2], ends[2::2])):
+        kept = start < stop
+        at, a, b = row[kept], start[kept], stop[kept]
+        first, last = a // columns, (b - 1) // columns
+        np.add.at(pairs, (at, first), np.minimum(b, (first + 1) * columns) - a)
+        more = last > first
+        np.add.at(pairs, (at[more], last[more]), (b - last * columns)[more])
+        np.add.at(middle, (at[more], first[more] + 1), columns)
+        np.add.at(middle, (at[more], last[more]), -columns)
+    pairs += middle.cumsum(axis=1)[:, :-1]
+    size = np.minimum(rows, queries - np.arange(shape[0]) * rows)[:, None]
+    full = pairs == size * np.minimum(columns, keys - np.arange(shape[1]) * columns)
+    part = (pairs > 0) & ~full
+    return BlockLists(*_listed(part), *_listed(full)), BlockLists(*_listed(part.T), *_listed(full.T))
+
+
+def _listed(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many are chosen in each row, and which: int32."""
+    count = chosen.sum(axis=1)
+    order = np.argsort(~chosen, axis=1, kind="stable")[:, : max(int(count.max(initial=0)), 1)]
+    return count.astype(np.int32), np.ascontiguousarray(order, np.int32)
+
+
+def split_intervals(table: Intervals, most: int) -> list[Intervals]:
+    """The same keys in several tables of at most ``most`` intervals a query."""
+    slots = len(table.table) // 2 + 1
+    if slots <= most:
+        return [table]
+    keys, result = table.k[1] - table.k[0], []
+    for first in range(0, slots, most):
+        part = table.table[2 * first - 1 : 2 * (first + most) - 1] if first else table.table[: 2 * most - 1]
+        if first:  # the first place is for an interval that begins with key 0
+            part = np.concatenate((np.zeros_like(part[:1]), part))
+        result.append(Intervals(table.q, table.k, np.minimum(part, keys)))
+    return result
