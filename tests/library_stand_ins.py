@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.attention import ring_plan
 from megatron.context_parallel.attention.kernels import cudnn_flex_kernel, flash_attn_4_kernel
 from megatron.context_parallel.attention.kernels.cudnn_flex_kernel import CudnnFlexKernel
 from megatron.context_parallel.attention.kernels.flash_attn_4_kernel import FlashAttn4Kernel
@@ -95,6 +96,17 @@ def _flex_attention_backward(
 
 
 @contextmanager
+def replaced_library(module: Any, kernel: type, library: SimpleNamespace) -> Iterator[None]:
+    """The kernel runs on CPUs by ``library``. Plans keep what a library made of them, and are made anew."""
+    ring_plan._attention_plan.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "library", lambda: library)
+        patch.setattr(kernel, "why_not", lambda self, **_: None)
+        yield
+    ring_plan._attention_plan.cache_clear()
+
+
+@contextmanager
 def cudnn_flex_stand_in(**changed: Any) -> Iterator[list[str]]:
     """Within it, ``cudnn_flex`` runs on CPUs; yields the names of the calls. ``changed``: other functions."""
     calls: list[str] = []
@@ -104,9 +116,7 @@ def cudnn_flex_stand_in(**changed: Any) -> Iterator[list[str]]:
         return lambda *args, **options: (calls.append(name), function(*args, **options))[1]
 
     library = SimpleNamespace(**{name: recorded(name, one) for name, one in {**functions, **changed}.items()})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cudnn_flex_kernel, "library", lambda: library)
-        patch.setattr(CudnnFlexKernel, "why_not", lambda self, **_: None)
+    with replaced_library(cudnn_flex_kernel, CudnnFlexKernel, library):
         yield calls
 
 
@@ -211,7 +221,5 @@ def flash_attn_4_stand_in(**changed: Any) -> Iterator[list[str]]:
 
     functions = {"lists": BlockSparseTensorsTorch, "interval_mask": interval_mask, "backward": _flash_attn_bwd}
     library = SimpleNamespace(**{"forward": forward, **functions, **changed})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash_attn_4_kernel, "library", lambda: library)
-        patch.setattr(FlashAttn4Kernel, "why_not", lambda self, **_: None)
+    with replaced_library(flash_attn_4_kernel, FlashAttn4Kernel, library):
         yield calls

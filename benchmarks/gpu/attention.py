@@ -16,6 +16,7 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions import kernel_order
 from megatron.simulator.machines.measure_device import passes, seconds_of
 
 TOLERANCE = 2e-2  # bf16 keeps 8 bits
@@ -37,7 +38,8 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
             causal.append(Case(f"{name} {length}", run_it, seconds(sizes, length), name))
     for length in sizes.masked:
         for name, rule in rules(sizes, length).items():
-            for kernel in ("auto", *(["triton"] if "triton" in names else [])):
+            libraries = [] if {"alibi_slopes", "dropout"} & set(rule) else kernel_order.BY_NAME
+            for kernel in ("auto", *(name for name in ("triton", *libraries) if name in names)):
                 run_it = partial(masked_case, rule, kernel, length, sizes, device)
                 expected = 4 * seconds(sizes, length)
                 masked.append(Case(f"{name}, {kernel}, {length}", run_it, expected, f"{name}, {kernel}"))

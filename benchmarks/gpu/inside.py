@@ -19,6 +19,7 @@ STAGES = {
     "tests": ("run_tests", "tests/gpu, by pytest or without it"),
     "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
     "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal"),
+    "linear": ("linear", "layers with a state: fla-core's kernels and this program's, 8K to 128K"),
     "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel"),
     "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies"),
     "longest": ("longest", "the longest context on this GPU within its host memory"),

@@ -119,6 +119,19 @@ def by_tiles(report: Figures) -> list[str]:
     return table(["tokens of a document", *(f"{name}, ms" for name in names), "predicted", "fastest"], rows)
 
 
+def linear(report: Figures) -> list[str]:
+    cases, rows = good(report), []
+    for result in cases.values():
+        other = cases.get(f"{result['rule']}, blocks, {result['length']}", {})
+        took = f"{1e3 * result['forward_seconds']:.2f}", f"{1e3 * result['seconds']:.2f}"
+        peak = f"{result.get('device_peak_bytes', 0) / GIB:.2f}"
+        which = result["rule"], str(result["length"]), result["form"]
+        rows.append([*which, *took, ratio(result["seconds"], other.get("seconds")), peak])
+    head = ["rule", "tokens", "kernels", "forward, ms", "both ways, ms", "time of blocks", "device, GiB"]
+    why = [f"- {name}: {reason}" for name, reason in report.get("why_not", {}).items()]
+    return [*table(head, rows), "", *why]
+
+
 def step(report: Figures) -> list[str]:
     rows, groups = [], []
     for name, result in good(report).items():
@@ -190,6 +203,7 @@ TABLES = {
     "tests": tests,
     "rates": rates,
     "attention": attention,
+    "linear": linear,
     "step": step,
     "fpdt": fpdt,
     "longest": longest,

@@ -164,6 +164,7 @@ class Sizes:
         lengths: sequence lengths for the kernels. masked: sequence lengths for the masks.
         windows: keys before each query in sliding windows. documents: number of packed documents.
         tiles: lengths of equal documents, by which the best kernel is chosen.
+        linear: sequence lengths of layers with a state.
         steps: (sequence length, recompute) of the training steps.
         fpdt_length, fpdt_layers, fpdt_chunks: sequence length, layers and chunk sizes of the chunk sweep.
         longest: first length and chunk size of the search for the longest context.
@@ -180,6 +181,7 @@ class Sizes:
     windows: tuple[int, ...]
     documents: int
     tiles: tuple[int, ...]
+    linear: tuple[int, ...]
     steps: tuple[tuple[int, str], ...]
     fpdt_length: int
     fpdt_layers: int
@@ -199,6 +201,7 @@ GPU = Sizes(
     windows=(1023, 4095),
     documents=64,
     tiles=(512, 2 * KIB, 8 * KIB, 32 * KIB),
+    linear=(8 * KIB, 32 * KIB, 128 * KIB),
     steps=((8 * KIB, "none"), (32 * KIB, "none"), (32 * KIB, "full"), (128 * KIB, "full")),
     fpdt_length=128 * KIB,
     fpdt_layers=4,
@@ -218,6 +221,7 @@ TINY = replace(
     windows=(15,),
     documents=4,
     tiles=(32, 128),
+    linear=(128,),
     steps=((128, "none"), (256, "full")),
     fpdt_length=256,
     fpdt_layers=1,
