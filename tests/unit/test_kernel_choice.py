@@ -19,7 +19,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels import triton_ke
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
-from megatron.context_parallel.linear_attention import block_scan
+from megatron.context_parallel.linear_attention import block_scan, fla_kernels, mixer
 from megatron.context_parallel.linear_attention.rules import RULES, prepare, recurrence
 from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions import kernel_order
@@ -324,6 +324,51 @@ def test_a_block_of_a_state_holds_all_keys_and_some_values(keys, key_block, valu
     )
     launch = block_scan.launch("states_kernel", ready, {}, values)
     assert (launch.arguments["KEY_BLOCK"], launch.grid, launch.arguments["blocks"]) == (key_block, (count, 2 * 3), 5)
+
+
+FLA = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "keys": 128, "values": 128}
+
+
+@pytest.mark.parametrize(
+    "changed, version, reason",
+    [
+        ({}, "0.6.0", "cannot be imported: no Triton"),
+        ({}, None, "needs the package fla-core>=0.6,<0.7"),
+        ({}, "0.5.2", "0.5.2 is installed"),
+        ({"device": torch.device("cpu")}, "0.6.0", "needs a GPU"),
+        ({"dtype": torch.float64}, "0.6.0", "needs bf16, fp16 or fp32"),
+        ({"keys": 512}, "0.6.0", "needs heads of at most 256 keys"),
+    ],
+)
+def test_where_the_kernels_of_fla_run(monkeypatch, changed, version, reason):
+    def installed(name: str) -> str:
+        if version is None:
+            raise missing(name)
+        return version
+
+    def imported(name: str):
+        raise RuntimeError("no Triton")
+
+    missing = fla_kernels.metadata.PackageNotFoundError
+    packages = types.SimpleNamespace(version=installed, PackageNotFoundError=missing)
+    monkeypatch.setattr(fla_kernels, "metadata", packages)
+    monkeypatch.setattr(fla_kernels, "import_module", imported)
+    monkeypatch.setattr(fla_kernels, "missing", fla_kernels.missing.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert reason in fla_kernels.why_not(RULES["kda"], **FLA | changed)
+    assert "no kernel for the rule other" in fla_kernels.why_not(replace(RULES["kda"], name="other"), **FLA)
+
+
+def test_the_kernel_of_linear_attention(monkeypatch):
+    cpu = FLA | {"device": torch.device("cpu")}
+    assert mixer.chosen_kernel("auto", RULES["kda"], **cpu) == mixer.chosen_kernel("blocks", RULES["kda"], **cpu)
+    with pytest.raises(KernelUnavailable, match='kernel="fla": needs a GPU; the kernel blocks runs here'):
+        mixer.chosen_kernel("fla", RULES["kda"], **cpu)
+    with pytest.raises(KernelUnavailable, match="no such kernel of linear attention, only auto, fla, blocks"):
+        mixer.chosen_kernel("triton", RULES["kda"], **cpu)
+    monkeypatch.setattr(mixer, "why_not", lambda *_, **__: None)
+    assert mixer.chosen_kernel("auto", RULES["kda"], **FLA) == mixer.chosen_kernel("fla", RULES["kda"], **FLA) == "fla"
+    assert mixer.chosen_kernel("blocks", RULES["kda"], **FLA) == "blocks"
 
 
 def test_the_order_without_a_gpu():

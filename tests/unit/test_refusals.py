@@ -65,6 +65,13 @@ def refused(flags: str, *expected: str, world: int = 1, fresh: bool = False) -> 
         ("--ulysses-parallel-size 2 --ring-parallel-size 2", 2, ("--ulysses-parallel-size", "--ring-parallel-size")),
         ("--attention-kernel warp", 1, ("--attention-kernel", "flash_attn", "math")),
         ("--attention-kernel cudnn", 1, ("--attention-kernel cudnn", "GPU", "cpu")),
+        (
+            "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
+            "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+            "--linear-attention-kernel fla",
+            1,
+            ("--linear-attention-kernel fla: needs a GPU", "blocks"),
+        ),
         ("--lazy-mpu-init 1", 1, ("--lazy-mpu-init",)),
         ("--numlayers 2", 1, ("--numlayers", "--num-layers")),
         ("--fpdt", 1, ("--fpdt-chunk-size 65536", "--seq-length")),
