@@ -81,35 +81,9 @@ class Loop:
         """Cycles of issuing all instructions, and of the busiest unit."""
         return cycles(self.body, self.warps, self.capability)
 
-    def exposed(self) -> list[str]:
-        """Instructions while no product is in flight (Hopper): those between a wait for all products and the next
-        product."""
-        first = next((at for at, text in enumerate(self.body) if "HGMMA" in text), None)
-        if first is None:
-            return []
-        result, empty = [], False
-        for text in (*self.body[first:], *self.body[:first]):
-            empty &= "HGMMA" not in text
-            if empty:
-                result.append(text)
-            empty |= re.search(r"WARPGROUP\.DEPBAR\S*\s+gsb0,\s*0x0", text) is not None
-        return result
-
-    def share(self, ideal: float) -> tuple[float, float] | None:
-        """``ideal`` cycles over those of this step, without overlap of products and instructions, and with the best
-        overlap.
-
-        The best overlap is known on Hopper: all instructions overlap except those between a wait and the next product.
-        """
-        if self.tensor is None:
-            return None
-        exposed = self.exposed()
-        waiting = cycles(exposed, self.warps, self.capability)
-        overlapped = list(self.body)
-        for text in exposed:
-            overlapped.remove(text)
-        best = max(self.tensor, cycles(overlapped, self.warps, self.capability)) + waiting
-        return ideal / (self.tensor + self.instructions), ideal / best
+    def share(self, ideal: float) -> float | None:
+        """``ideal`` cycles over those of this step, if products and instructions did not overlap."""
+        return None if self.tensor is None else ideal / (self.tensor + self.instructions)
 
 
 def name(text: str) -> str:

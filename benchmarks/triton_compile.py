@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 
 from benchmarks.machine_code import Loop, loops
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch
@@ -27,14 +27,8 @@ from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.linear_attention.block_scan import KERNEL_BLOCK, grads_launch, states_launch
 from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions.block_sizes import Blocks, Pass
 
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of compute capability 8, 9 and 10
 SM_SHARED_KIB = {80: 164, 86: 100, 89: 100, 90: 228, 100: 228, 120: 100}  # CUDA's programming guide
 SM_WARPS = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
@@ -56,6 +50,7 @@ class Resources:
         columns: of tensor memory (Blackwell).
         loops: the innermost loops with tensor core instructions, the shortest first.
         capability: the compute capability that it was compiled for.
+        specialised: whether warps have different tasks. Loops are then those of four warps.
     """
 
     registers: int
@@ -67,6 +62,7 @@ class Resources:
     columns: int
     loops: list[Loop]
     capability: int
+    specialised: bool
 
     @property
     def programs(self) -> int:
@@ -84,26 +80,30 @@ class Resources:
         return self.programs * self.warps / SM_WARPS[self.capability]
 
 
+@dataclass(frozen=True)
+class NoGpu:
+    """What Triton asks its driver when it compiles, for a GPU that this machine does not have."""
+
+    capability: int
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps the compiled kernels of each device apart
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
 def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
-    """Compile for a GPU of ``capability`` 80, 90, ..; Triton must not be in interpreter mode."""
-    signature, constants, aligned = {}, {}, {}
-    for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        one = type(value) is int and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or one:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        if isinstance(value, Tensor):
-            kind, at = TYPES[value.dtype], value.storage_offset() * value.itemsize
-        elif isinstance(value, int):
-            kind, at = "i32" if -(2**31) <= value < 2**31 else "i64", value
-        else:
-            kind, at = "fp32", 1
-        signature[parameter.name] = kind
-        if at % 16 == 0 and not parameter.do_not_specialize:
-            aligned[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
+    """Compile for a GPU of ``capability`` 80, 90, ..; Triton must not be in interpreter mode.
+
+    It is the first call on such a GPU up to the point where the kernel would be loaded. Therefore that call finds the
+    result in Triton's cache on disk. This process cannot run kernels afterwards.
+    """
+    triton.runtime.driver.set_active(NoGpu(capability))
+    return launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
 
 
 def resources(launch: Launch, capability: int) -> Resources:
@@ -111,6 +111,7 @@ def resources(launch: Launch, capability: int) -> Resources:
     compiled = compile_launch(launch, capability)
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     usage = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", _dump("-res-usage", cubin))}
+    specialised = "setmaxnreg" in ptx
     products = {name: len(re.findall(rf"\b{re.escape(name)}", ptx)) for name in TENSOR_CORES}
     return Resources(
         registers=usage["REG"],
@@ -120,8 +121,9 @@ def resources(launch: Launch, capability: int) -> Resources:
         products={name: count for name, count in products.items() if count},
         half="blockM = 64" in compiled.asm["ttgir"],
         columns=compiled.metadata.tmem_size or 0,
-        loops=loops(_dump("-sass", cubin), compiled.metadata.num_warps, capability),
+        loops=loops(_dump("-sass", cubin), 4 if specialised else compiled.metadata.num_warps, capability),
         capability=capability,
+        specialised=specialised,
     )
 
 
@@ -135,13 +137,23 @@ def _dump(what: str, cubin: bytes) -> str:
 
 
 def example(
-    capability: int, head: int, dtype: torch.dtype = torch.bfloat16, features: Collection[str] = ()
+    capability: int,
+    head: int,
+    dtype: torch.dtype = torch.bfloat16,
+    features: Collection[str] = (),
+    fixed: Mapping[Pass, Blocks] | None = None,
+    only: str | None = None,
+    rows: int = 2**14,
 ) -> dict[str, Launch]:
     """Example launches, by pass: causal attention with 8 heads and 2 key heads.
 
-    ``features``: names from ``triton_call.FEATURES``.
+    Args:
+        features: names from ``triton_call.FEATURES``.
+        fixed: block sizes to use.
+        only: a pass; default: all.
+        rows: tokens.
     """
-    rows, heads, key_heads = 4096, 8, 2
+    heads, key_heads = 8, 2
 
     def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -155,14 +167,20 @@ def example(
         slopes=meta(heads) if "alibi" in features else None,
         softcap=30.0 if "softcap" in features else None,
         dropout=Dropout(0.1, seed=1) if "dropout" in features else None,
+        fixed=fixed,
         capability=capability,
     )
     computed = tiles(((0, rows),), ((0, rows),), mask)
     of_query, of_key, row = meta(rows, 1, heads, head), meta(rows, 1, key_heads, head), meta(rows, 1, heads)
     dout = meta(rows, 1, heads, head, kind=dtype)
-    backward = call.backward(computed, dout, row, row, of_query, of_key, of_key)
-    names = ("queries", "keys") if len(backward) == 2 else ("queries", "dk", "dv")
-    return {"forward": call.forward(computed, of_query, row), **dict(zip(names, backward))}
+    first, *rest = call.backward(computed, dout, row, row, of_query, of_key, of_key)
+    launches = dict(zip(("forward", "plain"), call.forward_launches(computed, of_query, row)))
+    if "backward" in call.passes():
+        launches |= {"ready": first, "backward": rest[0]}
+    else:
+        launches |= {"queries": first, **({"keys": rest[0]} if len(rest) == 1 else dict(zip(("dk", "dv"), rest)))}
+    wanted = {"keys": {"keys", "dk", "dv"}, None: set(launches)}.get(only, {only})
+    return {which: launch for which, launch in launches.items() if which in wanted}
 
 
 def linear_example(keys: int, values: int, delta: bool, channels: bool) -> dict[str, Launch]:

@@ -3,18 +3,21 @@
 
 `tools/measure_hardware.py --attention` measures sizes and writes them into a machine file; `measured_of` reads them.
 
-They were chosen without a GPU, from the machine code (`benchmarks/triton_resources.py`): among a few usual sizes, the
-ones that neither repeat products nor spill registers in a loop, and of these the ones with the largest expected share
-of the GEMM rate. Spills outside of loops are harmless. No GPU has measured them yet.
+An H200 has measured those for heads of 128, compute capability 9.0. The others were chosen from the machine code
+(`benchmarks/triton_resources.py`), by its count calibrated with that measurement: among a few usual sizes, the ones
+that neither repeat products nor spill registers in a loop, and of these the ones with the largest expected rate. Spills
+outside of loops are harmless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-Pass = Literal["forward", "queries", "keys"]
+Pass = Literal["forward", "queries", "keys", "backward", "plain"]
+"""Kernels: the output; dq; dk and dv; all three gradients in one pass, instead of the two before; the output by plain
+ranges with specialised warps, besides "forward" for the others."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,9 @@ class Blocks:
         stages: number of steps whose loads are in flight.
         registers: limit for each thread. It is set where ptxas would otherwise aim at more programs for each
             multiprocessor and spill registers; None elsewhere.
-        ahead: (forward) whether a step's products are issued before the softmax of the step before.
         split: (keys) whether dk and dv are computed by separate programs, so that each has room for its sum.
+        one_loop: whether pairs are compared in all ranges. A program then has one loop with slower steps, where it
+            would otherwise wait for the first loads of two or three.
     """
 
     block: int
@@ -37,58 +41,82 @@ class Blocks:
     warps: int = 4
     stages: int = 2
     registers: int | None = None
-    ahead: bool = False
     split: bool = False
+    one_loop: bool = False
 
 
 BlockTable = Mapping[Pass, Mapping[int, Blocks]]
 """Measured sizes by pass and head size (a power of two), for elements of two bytes in calls without FEATURES."""
 
-INTERPRETED = Blocks(32, 16, ahead=True)  # small, so that short sequences have several blocks
+INTERPRETED = Blocks(32, 16)  # small, so that short sequences have several blocks
 
 # (compute capability * 10, largest head size) -> block sizes, for elements of two bytes.
 TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     "forward": {
         (80, 64): Blocks(128, 64, 8, 3),
-        (80, 128): Blocks(128, 64, 8, 2),
+        (80, 128): Blocks(128, 64, 8, 3),
         (80, 256): Blocks(64, 32, 4, 2),
-        (90, 64): Blocks(128, 64, 8, 3, ahead=True),
-        (90, 128): Blocks(128, 64, 8, 3, ahead=True),
+        (90, 64): Blocks(128, 64, 8, 3),
+        (90, 128): Blocks(128, 64, 8, 3),  # measured
         (90, 256): Blocks(128, 64, 8, 2),
         (100, 64): Blocks(128, 64, 8, 3),
         (100, 128): Blocks(128, 64, 8, 3),
         (100, 256): Blocks(128, 32, 8, 2),
     },
     "queries": {
-        (80, 64): Blocks(128, 32, 8, 2),
-        (80, 128): Blocks(64, 64, 8, 2),
+        (80, 64): Blocks(128, 64, 8, 3),
+        (80, 128): Blocks(128, 64, 8, 3),
         (80, 256): Blocks(64, 32, 4, 1),
-        (90, 64): Blocks(128, 64, 8, 2),
-        (90, 128): Blocks(128, 64, 8, 2),
-        (90, 256): Blocks(128, 32, 8, 2),
-        (100, 64): Blocks(128, 64, 8, 2),
-        (100, 128): Blocks(128, 64, 8, 2),
+        (90, 64): Blocks(128, 64, 8, 3),
+        (90, 128): Blocks(128, 64, 8, 3),  # measured
+        (90, 256): Blocks(128, 32, 8, 3),
+        (100, 64): Blocks(128, 64, 8, 3),
+        (100, 128): Blocks(128, 64, 8, 3),
         (100, 256): Blocks(128, 32, 8, 1),
     },
     "keys": {
-        (80, 32): Blocks(128, 32, 8, 2),
-        (80, 64): Blocks(128, 64, 8, 2),
-        (80, 128): Blocks(64, 64, 8, 2),
+        (80, 32): Blocks(128, 32, 8, 3),
+        (80, 64): Blocks(128, 64, 8, 3),
+        (80, 128): Blocks(64, 32, 4, 3),
         (80, 256): Blocks(64, 32, 4, 2, split=True),
-        (90, 64): Blocks(128, 64, 8, 2),
-        (90, 128): Blocks(128, 32, 8, 2),
+        (90, 64): Blocks(128, 64, 8, 3),
+        (90, 128): Blocks(64, 32, 4, 3),  # measured
         (90, 256): Blocks(128, 32, 8, 2, split=True),
-        (100, 64): Blocks(128, 64, 8, 2),
-        (100, 128): Blocks(128, 64, 8, 2),
+        (100, 64): Blocks(128, 64, 8, 3),
+        (100, 128): Blocks(128, 64, 8, 3),
         (100, 256): Blocks(128, 32, 8, 2, split=True),
     },
+    "plain": {(90, 64): Blocks(128, 64, 4, 3), (90, 128): Blocks(128, 64, 4, 3)},
+    "backward": {  # loops spill a few registers
+        (80, 64): Blocks(64, 64, 4, 2),
+        (80, 128): Blocks(64, 32, 4, 2),
+        (80, 256): Blocks(32, 32, 4, 1),
+        (90, 64): Blocks(128, 64, 8, 2),
+        (90, 128): Blocks(128, 64, 8, 2),
+        (90, 256): Blocks(64, 32, 8, 1),
+        (100, 64): Blocks(128, 64, 8, 2),
+        (100, 128): Blocks(128, 64, 8, 2),
+        (100, 256): Blocks(64, 32, 8, 1),
+    },
 }
+
+# A program of 8 warps is alone on a multiprocessor, and its begin and end take as long as 14 steps (H200). Below this
+# number of keys for each query, about 40 steps, two or three smaller programs share a multiprocessor.
+SHORT = 2560
+FOR_SHORT: dict[Pass, dict[tuple[int, int], Blocks]] = {
+    "forward": {(90, 64): Blocks(64, 64, 4, 3), (90, 128): Blocks(64, 64, 4, 3)},
+    "queries": {(90, 64): Blocks(64, 64, 4, 3), (90, 128): Blocks(64, 64, 4, 2)},
+    "keys": {(90, 64): Blocks(64, 64, 4, 3)},
+}
+# Below this number, filling the pipelines of two more loops is expected to take longer than comparing pairs.
+ONE_LOOP = 512
 
 # For elements of four bytes, on every GPU; tensor cores do not multiply these. 255 registers are the maximum.
 FP32: dict[Pass, dict[int, Blocks]] = {
     "forward": {64: Blocks(16, 16, 8, 1, 128), 128: Blocks(16, 16, 8, 1, 255), 256: Blocks(16, 16, 8, 1, 255)},
     "queries": {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 8, 1, 128), 256: Blocks(16, 16, 8, 1, 128)},
     "keys": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
+    "backward": {64: Blocks(16, 16, 4, 1), 128: Blocks(16, 16, 8, 1), 256: Blocks(16, 16, 8, 1)},
 }
 
 
@@ -98,14 +126,20 @@ FEATURES = ("mask", "alibi", "softcap", "dropout")
 EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
     ("forward", 80, 256): [({"alibi", "dropout"}, Blocks(32, 32, 4, 2))],
     ("queries", 80, 256): [({"mask", "alibi", "dropout"}, Blocks(32, 32, 4, 1))],
+    ("queries", 80, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("queries", 80, 128): [({"dropout"}, Blocks(64, 64, 8, 2))],
     ("keys", 80, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
+    ("keys", 80, 128): [({"dropout"}, Blocks(64, 64, 8, 2))],
     ("keys", 80, 256): [({"dropout"}, Blocks(32, 32, 4, 1, split=True))],
     ("queries", 90, 128): [({"dropout"}, Blocks(128, 32, 8, 2))],
     ("forward", 90, 256): [({"dropout"}, Blocks(128, 32, 8, 2))],
     ("queries", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
     ("keys", 90, 256): [({"dropout"}, Blocks(128, 16, 8, 2, split=True))],
     ("keys", 90, 64): [({"mask", "dropout"}, Blocks(128, 32, 8, 2))],
-    ("keys", 90, 128): [({"mask"}, Blocks(128, 16, 8, 2))],
+    ("keys", 90, 128): [
+        ({"mask"}, Blocks(128, 16, 8, 2)),
+        ({"alibi", "softcap", "dropout"}, Blocks(128, 32, 8, 2)),
+    ],
     ("forward", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
     ("queries", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 1))],
     ("queries", 100, 64): [({"dropout"}, Blocks(128, 32, 8, 2))],
@@ -122,6 +156,7 @@ def blocks(
     capability: int | None,
     features: Collection[str] = (),
     measured: BlockTable | None = None,
+    keys: float = float("inf"),
 ) -> Blocks:
     """Sizes of a kernel.
 
@@ -131,8 +166,12 @@ def blocks(
         capability: 80, 90, ..; None: the interpreter.
         features: those of `FEATURES` that the call has.
         measured: used for the calls that it is for, instead of the tables here.
+        keys: number of keys of a query, on average.
     """
-    if measured and itemsize == 2 and not features:
+    family, table = _family(capability), TABLE
+    if keys < SHORT and any(of == family and size >= head for of, size in FOR_SHORT.get(which, ())):
+        table = FOR_SHORT
+    if measured and itemsize == 2 and not features and table is TABLE:
         known = measured.get(which, {}).get(1 << (head - 1).bit_length())
         if known is not None:
             return known
@@ -141,11 +180,28 @@ def blocks(
     if itemsize == 4:
         known = FP32[which]
         return known[min(size for size in known if size >= head)]
-    # desktop GPUs have the tensor cores of an A100, and at most its shared memory
-    family = 100 if 100 <= capability < 120 else 90 if capability == 90 else 80
-    size = min(size for of, size in TABLE[which] if of == family and size >= head)
+    size = min(size for of, size in table[which] if of == family and size >= head)
     exceptions = EXCEPTIONS.get((which, family, size), ())
-    return next((sizes for some, sizes in exceptions if some & set(features)), TABLE[which][family, size])
+    sizes = next((sizes for some, sizes in exceptions if some & set(features)), table[which][family, size])
+    return replace(sizes, one_loop=keys < ONE_LOOP and "dropout" not in features)
+
+
+def _family(capability: int | None) -> int | None:
+    """The GPUs of a table's entries; desktop GPUs have the tensor cores of an A100, and at most its shared memory."""
+    return capability and (100 if 100 <= capability < 120 else 90 if capability == 90 else 80)
+
+
+def passes(
+    itemsize: int, head: int, measured: BlockTable | None = None, *, deterministic: bool = False
+) -> tuple[Pass, ...]:
+    """The kernels of a call; "backward" and "plain" where they were measured to be faster.
+
+    ``deterministic``: results must repeat bit for bit, which one pass does not; other arguments as for `blocks`.
+    """
+    found = [which for which, by_head in (measured or {}).items() if 1 << (head - 1).bit_length() in by_head]
+    one = itemsize == 2 and "backward" in found and not deterministic
+    plain = ("plain",) if itemsize == 2 and "plain" in found else ()
+    return (*plain, "forward", *(("backward",) if one else ("queries", "keys")))
 
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -155,8 +211,8 @@ ALLOWED = {
     "warps": POWERS[:5],
     "stages": tuple(range(1, 9)),
     "registers": (None, *range(16, 256)),
-    "ahead": (False, True),
     "split": (False, True),
+    "one_loop": (False, True),
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 import megatron.context_parallel as cp
@@ -26,7 +27,7 @@ from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.read_tokens import DataError
-from megatron.training.model.batch_plans import BatchPlans, complete, walk_sizes
+from megatron.training.model.batch_plans import BatchPlans, complete, walks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -74,6 +75,49 @@ def test_a_narrow_window_on_a_long_sequence(launches):
 def test_a_thousand_documents_on_a_ring(launches):
     hops, tiles, forward, backward = count_launches(8, cp.Documents(DOCUMENTS), 3, launches)
     assert tiles > 100 and forward == hops <= 8 and backward == 2 * hops
+
+
+class Calls(TorchDispatchMode):
+    """The operations of PyTorch that fill or cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if result.is_floating_point() and name in ("zeros", "new_zeros", "full", "_to_copy", "copy_", "zero_", "fill_"):
+            self.names.append(name)
+        return result
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_the_first_launch_writes_and_the_only_one_in_the_final_dtype(launches, monkeypatch, ring):
+    """On one rank nothing is filled before or cast after attention."""
+    heads = {"q": 4, "k": 2, "v": 2}
+    made = {name: torch.empty(2**12, 1, n, 64, dtype=torch.bfloat16, device="meta") for name, n in heads.items()}
+    mask, kernel = cp.Documents((700, 1400, 2**12 * ring)), triton_kernel.TritonKernel()
+    plan = attention_plan(cp.SequenceLayout(2**12 * ring, abstract_grid(ring=ring)), mask).ring(rank=0)
+    scores, only = Scores(0.1, mask), ring == 1
+    lse = torch.empty(2**12, 1, 4, device="meta")
+    with Calls() as calls:
+        result, dq = Accumulator(made["q"], 64, only=only), GradientSum(made["q"], only=only)
+        for hop in plan.hops:
+            k, v = (made[name][: count(hop.held)] for name in "kv")
+            dkv = KeyGradients(k, v, only=only)
+            kernel.attend(hop.tiles, made["q"], k, v, scores, result)
+            kernel.attend_grad(hop.tiles, made["q"], k, v, scores, Final(made["q"], None, lse, lse), dq, dkv)
+        result.finish()
+    wide = torch.bfloat16 if only else torch.float32
+    for launch in launches:
+        for name in {"out", "dq", "dk", "dv"} & set(launch.arguments):
+            assert launch.arguments[name] is None or launch.arguments[name].dtype == wide
+    first = [launch.arguments["FIRST"] for launch in launches]
+    if only:
+        assert first == [True] * 3 and not calls.names
+    else:
+        assert first[:3] == [True] * 3 and not all(first[3:]) and "_to_copy" in calls.names
 
 
 SPARSE = cp.BlockSparse(64, cp.BigBirdBlocks(1, 1, 3), 2**13)
@@ -143,7 +187,7 @@ def read(plans, workers, micro_batch=2):
 
 
 CPU, MASKS = torch.device("cpu"), (cp.Causal(), cp.Window(100))
-SIZES = (walk_sizes(2, 64, None), frozenset())
+KIND = (2, 64, None)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -151,22 +195,22 @@ SIZES = (walk_sizes(2, 64, None), frozenset())
 def test_a_loader_process_makes_the_plan_that_layers_would_derive(derived, ring, balance, chunks):
     grid = abstract_grid(ulysses=2, ring=ring).at(ulysses=1, ring=ring - 1)
     layout = cp.SequenceLayout(512, grid, balance, chunks)
-    batches = read(BatchPlans(layout, MASKS, CPU, sizes=SIZES), workers=1)
+    batches = read(BatchPlans(layout, MASKS, CPU, kind=KIND), workers=1)
     for batch in batches:
         rows = document_rows(batch["document_ends"])
         of_batch = layout.of_documents(rows[0])
         for mask in (cp.Documents(row, inside) for row in rows for inside in MASKS):
             plan, fresh = attention_plan(of_batch, mask), AttentionPlan(replace(of_batch, chunks=chunks), mask)
-            found = [(tiles, side, *rest) for tiles in complete(plan) if tiles for side, *rest in SIZES[0]]
-            for tiles, side, *rest in found:
-                walk(tiles, (side, count(tiles.q_spans if side == "q" else tiles.k_spans), *rest), CPU)
+            found = [(tiles, sizes) for tiles in complete(plan) if tiles for sizes in walks(tiles, *KIND)]
+            for tiles, sizes in found:
+                walk(tiles, sizes, CPU)
             _ = of_batch.positions
             assert not derived
             again = complete(fresh)
             assert again == complete(plan) and derived
             assert {key: value for key, value in fresh.known.items() if key[0][0] != "_"} == plan.known
-            for (tiles, side, *rest), other in zip(found, (t for t in again if t for _ in SIZES[0]), strict=True):
-                sizes = side, count(tiles.q_spans if side == "q" else tiles.k_spans), *rest
+            others = (t for t in again if t for _ in walks(t, *KIND))
+            for (tiles, sizes), other in zip(found, others, strict=True):
                 one, two = walk(tiles, sizes, CPU), walk(other, sizes, CPU)
                 assert one.blocks.equal(two.blocks) and one.ranges.equal(two.ranges) and one.pairs == two.pairs
             derived.clear()
@@ -183,7 +227,7 @@ def test_layers_derive_nothing_for_a_batch_of_documents(launches, derived, monke
         out = cp.attention(*qkv, layout=layout, mask=masks, kernel="triton")
         out.backward(torch.empty_like(out))
 
-    batches = read(BatchPlans(layout, (cp.Causal(),), torch.device("meta"), sizes=SIZES), workers)
+    batches = read(BatchPlans(layout, (cp.Causal(),), torch.device("meta"), kind=KIND), workers)
     for _ in range(2):
         batches.prepare()
         derived.clear()  # without processes, prepare derives the plans

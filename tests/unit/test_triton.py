@@ -127,10 +127,31 @@ def test_keys_share_hashes_where_their_groups_are_complete(keys, mask, in_steps,
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("one_pass", [False, True], ids=["two passes", "one pass"])
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_all_masks_with_all_options(interpreted, mask, extra):
-    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra])))
+def test_all_masks_with_all_options(interpreted, mask, extra, one_pass):
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra], one_pass=one_pass)))
+
+
+@pytest.mark.parametrize("mask, sizes", [("causal", {}), ("two-sided", {"b": 2, "h": 4, "hk": 2, "d": 32})])
+@pytest.mark.usual(0)
+def test_plain_ranges_by_their_own_kernel(interpreted, mask, sizes):
+    kernels = interpreted(triton_cases.kernels_of, Case(MASKS[mask], **ZIGZAG, **sizes, plain=True))
+    assert "plain_kernel" in kernels and "forward_kernel" in kernels
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **sizes, plain=True)))
+
+
+SHAPED = {"b": 2, "h": 4, "hk": 2, "d": 24, "dv": 40, "one_pass": True}
+
+
+@pytest.mark.parametrize("mask, extra", [("function", "all"), ("two-sided", "plain"), ("documents", "dropout")])
+@pytest.mark.usual(0)
+def test_a_backward_of_one_pass(interpreted, mask, extra):
+    extra = EXTRAS[extra] | ({"dropout": Dropout(0.1, 5, samples=(3, 8))} if "dropout" in EXTRAS[extra] else {})
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **extra, **SHAPED)))
+    case = Case(MASKS[mask], ((0, 37),), (((0, 11),), ((11, 37),)), layout="surrounded", one_pass=True)
+    check(interpreted(triton_cases.errors, case))
 
 
 @pytest.mark.parametrize("rule, keys, values", [("gated_delta", 24, 20), ("kda", 16, 40), ("decay", 40, 16)])
@@ -201,6 +222,12 @@ def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
     check(interpreted(triton_cases.errors_in_blocks_of, case, block, step))
 
 
+@pytest.mark.parametrize("mask", ["window", pytest.param("function", marks=pytest.mark.full)])
+def test_all_ranges_in_one_loop(interpreted, mask):
+    case = Case(MASKS[mask], **ZIGZAG, **EXTRAS["softcap"])
+    check(interpreted(triton_cases.errors_in_blocks_of, case, 32, 16, False, True))
+
+
 def test_dk_and_dv_in_separate_programs(interpreted):
     case = Case(MASKS["function"], **ZIGZAG, **EXTRAS["all"], h=2, hk=1, d=24, dv=40)
     check(interpreted(triton_cases.errors_in_blocks_of, case, 32, 16, True))
@@ -220,9 +247,9 @@ def test_all_rows_that_dk_and_dv_read_are_prepared(mask):
 
 
 @pytest.mark.parametrize("side", ["q", "k"])
-@pytest.mark.parametrize("block, step", [(32, 16), (128, 64), (16, 128)])
+@pytest.mark.parametrize("block, step, one_loop", [(32, 16, False), (128, 64, False), (16, 128, False), (32, 16, True)])
 @pytest.mark.parametrize("mask", MASKS)
-def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
+def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, one_loop, side):
     """Test only the ranges: which pairs are computed, and which of these are kept."""
     results = tiles(((0, 200), (400, 577)), ((0, 300), (300, 577)), MASKS[mask])
     wanted = torch.zeros(377, 577, dtype=torch.int32)
@@ -232,7 +259,7 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
         wanted[i, j] += {"full": beyond < 10**6, "causal": beyond <= 0, "anticausal": beyond >= 0}[tile.kind].int()
     wanted = wanted if side == "q" else wanted.t()
     met = torch.zeros_like(wanted)
-    walked = walk(results, (side, wanted.size(0), block, step), torch.device("cpu"))
+    walked = walk(results, (side, wanted.size(0), block, step, one_loop), torch.device("cpu"))
     steps = 0
     for number, *ends in walked.blocks.tolist():
         rows = torch.arange(number * block, min(number * block + block, wanted.size(0)))
@@ -243,10 +270,12 @@ def test_ranges_cover_each_pair_once_and_few_others(mask, block, step, side):
             inside = ((rows >= first) & (rows < last))[:, None] & (away >= low) & (away <= high)
             assert (bits >= 0) == (index >= ends[2])
             if index < ends[1]:
+                assert not one_loop, "plain ranges are edges"
                 assert inside.all() and (stop - start) % step == 0, "a plain range has full steps without masked pairs"
             else:
                 # Full steps are counted from the start of the range, so that up to one step more is left out.
-                assert bits >= 0 or int(inside.all(0).sum()) < 2 * step, "an edge has no two steps without masked pairs"
+                few = int(inside.all(0).sum()) < 2 * step
+                assert one_loop or bits >= 0 or few, "an edge has no two steps without masked pairs"
             assert bits < 0 or (start - other) % triton_tiles.WORD == 0, "a masked range begins with a word"
             met[rows[:, None], columns] += inside.int()
             steps += -(-(stop - start) // step)
@@ -346,7 +375,7 @@ def test_what_a_launch_depends_on(monkeypatch):
     some, kinds, rows = tiles(((0, 70),), ((0, 70),), Causal()), [], []
     monkeypatch.setattr(triton_call, "_wide", lambda most, *_: rows.append(most))
     for sizes in (Blocks(16, 64), Blocks(64, 16)):
-        monkeypatch.setattr(triton_call, "blocks", lambda *kind, sizes=sizes: kinds.append(kind) or sizes)
+        monkeypatch.setattr(triton_tiles, "blocks", lambda *kind, sizes=sizes: kinds.append(kind) or sizes)
         Call(q, k, v, 1.0, capability=None).forward(some, out, row)
         Call(v[..., :40], v, q, 1.0, capability=None).forward(some, out[..., :16], row)
     assert [kind[2] for kind in kinds] == [40] * 4 and rows == [64] * 4
@@ -424,17 +453,22 @@ def test_heads_are_padded_to_a_power_of_two_from_16_on():
 def test_measured_block_sizes_are_written_read_and_launched(interpreted, tmp_path):
     fast = {"forward": Blocks(16, 16), "queries": Blocks(64, 16, 8, 1), "keys": Blocks(16, 32, split=True)}
     too_large = Blocks(64, 64)
-    candidates = {which: [too_large, sizes] for which, sizes in fast.items()}
+    candidates = {which: [too_large, sizes] for which, sizes in fast.items()} | {"backward": [Blocks(16, 32)]}
     fields = interpreted(triton_cases.measured_fields, candidates, [*fast.values(), too_large], too_large)
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"extends": "H100-80G", "capability": [9, 0], **fields}))
     table, capability = measured_blocks(str(path))
-    assert table == {which: {16: sizes} for which, sizes in fast.items()} and capability == (9, 0)
+    assert table == {which: {16: sizes} for which, sizes in fast.items()} | {"backward": {}} and capability == (9, 0)
     assert load(path).attention_blocks == table
     sizes, errors = interpreted(triton_cases.launched, table, torch.float16)
     check(errors, 2e-3)
     delta, *keys = [each for each in sizes if each not in (fast["forward"], fast["queries"])]
     assert {fast["forward"], fast["queries"]} < set(sizes) and keys == [fast["keys"]] * 2 and delta not in fast.values()
+    one_pass = table | {"backward": {16: Blocks(32, 32, 8)}}
+    sizes, errors = interpreted(triton_cases.launched, one_pass, torch.float16)
+    check(errors, 2e-3)
+    assert set(one_pass["backward"].values()) < set(sizes) and not {fast["queries"], fast["keys"]} & set(sizes)
+    assert INTERPRETED not in sizes, "gradients of short sequences are one pass, too"
     for known, dtype, options in ((None, torch.float16, {}), (table, torch.float32, {}), (table, torch.float16, CAP)):
         sizes, errors = interpreted(partial(triton_cases.launched, **options), known, dtype)
         check(errors, 2e-3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -14,6 +15,7 @@ from benchmarks.parallel_attention import run_kernel
 from megatron.context_parallel.attention.kernels import KERNELS
 from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
+from megatron.context_parallel.attention.kernels.triton_kernels import triton_call
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.attention.rule import AttentionRule
@@ -49,6 +51,8 @@ class Case:
     softcap: float | None = None
     dropout: Dropout | None = None
     layout: str = "plain"
+    one_pass: bool = False  # the backward pass
+    plain: bool = False  # plain ranges by their own kernel, where it can run
 
 
 def slopes_of(case: Case, device: torch.device) -> Tensor:
@@ -93,7 +97,11 @@ def make(case: Case, device: torch.device = CPU) -> Tensors:
 
 
 def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
-    """out, lse and gradients by the kernels, one key block after another."""
+    """out, lse and gradients by the kernels, one key block after another.
+
+    In the plain layout the first launches write their results, the only ones in the final dtype; in the others all
+    launches add to sums.
+    """
     s, device = x.q.size(0), x.q.device
 
     def sums(shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
@@ -101,19 +109,36 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
             return torch.full((shape[0], 2, *shape[1:], 2), fill, device=device)[:, 1, ..., 1]
         return torch.full(shape, fill, device=device)
 
-    out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
+    fresh, only = case.layout == "plain", len(case.blocks) == 1
+    if fresh:
+        result, dq = Accumulator(x.q, case.dv, only=only), GradientSum(x.q, only=only)
+        grads = [KeyGradients(k, v, only=True) for k, v in zip(x.k, x.v)]
+    else:
+        out, lse = sums((s, case.b, case.h, case.dv), torch.nan), sums((s, case.b, case.h), -torch.inf)
+        result, dq = Accumulator(x.q, case.dv, out, lse), GradientSum(x.q, sums(x.q.shape))
+        totals = [sums((*k.shape[:3], case.d + case.dv)) for k in x.k]
+        grads = [KeyGradients(k, v, total) for k, v, total in zip(x.k, x.v, totals)]
     slopes = None if case.slopes is None else slopes_of(case, device).float()
     scores = Scores(case.d**-0.5, case.mask, slopes, dropout=case.dropout, softcap=case.softcap)
     tiles_of_blocks, kernel = [tiles(case.q_at, at, case.mask) for at in case.blocks], TritonKernel()
+    kernels = (("plain",) if case.plain else ()) + ("forward",)
     for some, k, v in zip(tiles_of_blocks, x.k, x.v):
-        kernel.attend(some, x.q, k, v, scores, Accumulator(x.q, case.dv, out, lse))
-    dq, totals = sums(x.q.shape), [sums((*k.shape[:3], case.d + case.dv)) for k in x.k]
+        with launching(*kernels), mock.patch.object(triton_call, "SHORT", 0):
+            kernel.attend(some, x.q, k, v, scores, result)
+    out, lse = result.out_SBHD, result.lse_SBH
     final = Final(x.dout, None, lse, kernel.delta(out, x.dout))
-    for some, k, v, total in zip(tiles_of_blocks, x.k, x.v, totals):
-        kernel.attend_grad(some, x.q, k, v, scores, final, GradientSum(x.q, dq), KeyGradients(k, v, total))
-    dk, dv = torch.cat(totals).split((case.d, case.dv), dim=3)
+    kernels += ("backward",) if case.one_pass else ("queries", "keys")
+    for some, k, v, dkv in zip(tiles_of_blocks, x.k, x.v, grads):
+        with launching(*kernels):
+            kernel.attend_grad(some, x.q, k, v, scores, final, dq, dkv)
+    dk, dv = (torch.cat([getattr(dkv, name).finish() for dkv in grads]) for name in ("dk", "dv"))
     out = torch.where(lse.isneginf()[..., None], 0.0, out)  # undefined for queries in no tile
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return {"out": out, "lse": lse, "dq": dq.finish(), "dk": dk, "dv": dv}
+
+
+def launching(*kernels: str) -> AbstractContextManager:
+    """In this context calls choose these kernels."""
+    return mock.patch.object(triton_call, "passes", lambda *_, **__: kernels)
 
 
 def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
@@ -159,6 +184,14 @@ def errors(case: Case, device: torch.device = CPU) -> dict[str, float]:
     return largest_errors(computed(case, x), truth(case, x))
 
 
+def kernels_of(case: Case) -> list[str]:
+    """The names of the kernels of a forward pass; nothing is run."""
+    x, names = make(case), []
+    with mock.patch.object(Launch, "run", lambda launch: names.append(launch.kernel.fn.__name__)):
+        computed(case, x)
+    return names
+
+
 def errors_and_flash_errors(case: Case) -> tuple[dict[str, float], dict[str, float]]:
     """(errors of the kernels, errors of PyTorch's flash attention for the CPU)."""
     x = make(case)
@@ -189,8 +222,10 @@ def with_a_pair_at_the_threshold(case: Case) -> Case:
     return replace(case, dropout=Dropout(threshold / LEVELS, seed=5))
 
 
-def errors_in_blocks_of(case: Case, block: int, step: int, split: bool = False) -> dict[str, float]:
-    with mock.patch.object(block_sizes, "INTERPRETED", block_sizes.Blocks(block, step, split=split)):
+def errors_in_blocks_of(
+    case: Case, block: int, step: int, split: bool = False, one_loop: bool = False
+) -> dict[str, float]:
+    with mock.patch.object(block_sizes, "INTERPRETED", Blocks(block, step, split=split, one_loop=one_loop)):
         return errors(case)
 
 

@@ -70,7 +70,8 @@ def attend_all(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass of :func:`tiled_attention`: out [s, b, heads, head size of v] and lse [s, b, heads]."""
-    result = Accumulator(q_SBHD, source.value_dim if isinstance(source, LatentSource) else v_SBHD.size(3))
+    value_dim = source.value_dim if isinstance(source, LatentSource) else v_SBHD.size(3)
+    result = Accumulator(q_SBHD, value_dim, only=source.single and sinks is None)
     for block in source.blocks(k_SBHD, v_SBHD):
         kernel.attend(block.hop.tiles, q_SBHD, block.k, block.v, result)
     return result.finish(sinks)
@@ -87,7 +88,8 @@ def attend_all_grad(
     kernel: TileKernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of :func:`attend_all`: dq, dk and dv, in the dtype of q; out and lse are its results."""
-    final, dq, dkv = kernel.final(dout_SBHD, out_SBHD, lse_SBH), GradientSum(q_SBHD), KeyGradients(k_SBHD, v_SBHD)
+    final, dq = kernel.final(dout_SBHD, out_SBHD, lse_SBH), GradientSum(q_SBHD, only=source.single)
+    dkv = KeyGradients(k_SBHD, v_SBHD, only=source.single)
     for block in source.blocks(k_SBHD, v_SBHD, dkv):
         kernel.attend_grad(block.hop.tiles, q_SBHD, block.k, block.v, final, dq, block.grads)
     return tuple(total.finish().to(q_SBHD.dtype) for total in (dq, dkv.dk, dkv.dv))

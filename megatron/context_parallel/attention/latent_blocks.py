@@ -35,6 +35,7 @@ class LatentSource:
 
     def __init__(self, latents: RingSource | GatherSource, up: Tensor, plain: int) -> None:
         self.latents, self.up, self.plain = latents, up, plain
+        self.single = latents.single
         self.value_dim = up.size(1) - plain
         self._up_sum: Tensor | None = None
 

@@ -64,10 +64,14 @@ class RingSource:
     Args:
         plan: what to compute and to send.
         axis: the ring.
+
+    Attributes:
+        single: there is one block, and it has all the tiles of these queries.
     """
 
     def __init__(self, plan: RingPlan, axis: Axis) -> None:
         self.plan, self.axis = plan, axis
+        self.single = len(plan.hops) == 1
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         """Every block that this rank needs, its own first. While the caller computes on a block, the next is received.
@@ -162,6 +166,8 @@ class GatherSource:
         hop: the gathered block and its tiles (:meth:`AttentionPlan.gathered`).
         axis: the ring.
     """
+
+    single = True
 
     def __init__(self, hop: Hop, axis: Axis) -> None:
         self.hop, self.axis = hop, axis

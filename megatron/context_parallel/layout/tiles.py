@@ -109,6 +109,13 @@ class Tiles(Sequence[Tile]):
         """Whether some tile is masked."""
         return bool(self.numbers[:, 5].any())
 
+    @cached_property
+    def pairs(self) -> int:
+        """(query, key) pairs of all tiles."""
+        q0, q1, k0, k1, kind, _ = self.numbers.T
+        rows = q1 - q0
+        return int(np.where(kind == KINDS.index("full"), rows * (k1 - k0), rows * (rows + 1) // 2).sum())
+
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """``make()``, which is called once for each ``key``."""
         if key not in self.__dict__:

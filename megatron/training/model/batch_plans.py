@@ -7,7 +7,7 @@ arrays, and copies them to its device at once, before the batch's step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import PASSES
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, Walk, walk_numbers
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import (
+    Sizes,
+    Walk,
+    chosen,
+    walk_numbers,
+    walk_sizes,
+)
 from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
 from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tiles
-from megatron.decisions.block_sizes import BlockTable, blocks
+from megatron.decisions.block_sizes import BlockTable, passes
 from megatron.platform.streams import to_device
 
 
@@ -52,15 +57,14 @@ class BatchPlans:
         masks: the masks inside a document of the model's layers. A layer with another mask derives its own plan.
         device: of the kernels.
         gather_keys: whether layers all-gather the keys.
-        sizes: for tiles without and with masked pairs, side, block and step of each of Triton's kernels; empty if
-            layers use others.
+        kind: of Triton's kernels, the arguments of `walks`; None: layers use others.
     """
 
     layout: SequenceLayout
     masks: tuple[Mask, ...]
     device: torch.device
     gather_keys: bool = False
-    sizes: tuple[frozenset[tuple[Side, int, int]], frozenset[tuple[Side, int, int]]] = (frozenset(), frozenset())
+    kind: tuple | None = None
 
     def make(self, ends: Tensor) -> list[Numbers]:
         """The numbers of a batch's plans, from its ``document_ends`` [b, n]; needs no GPU and no process group."""
@@ -71,8 +75,8 @@ class BatchPlans:
     def _made(self, layout: SequenceLayout, mask: Mask) -> Numbers:
         plan = AttentionPlan(layout, mask)
         for tiles in complete(plan, self.gather_keys):
-            for side, block, step in self.sizes[tiles.masked] if tiles else ():
-                walk_numbers(tiles, (side, count(tiles.q_spans if side == "q" else tiles.k_spans), block, step))
+            for sizes in walks(tiles, *self.kind) if tiles and self.kind else ():
+                walk_numbers(tiles, sizes)
         dealt = layout.dealt if layout.balance == "documents" else ()
         answers = {key: value for key, value in plan.known.items() if not key[0].startswith("_")}
         return Numbers(dealt, answers, plan.shared)
@@ -117,18 +121,27 @@ def _copied(walks: dict[tuple, tuple[np.ndarray, np.ndarray, int]], device: torc
     return {(*key, device): Walk(*views[2 * i : 2 * i + 2], walks[key][2]) for i, key in enumerate(walks)}
 
 
-def walk_sizes(*how: Any) -> frozenset[tuple[Side, int, int]]:
-    """Side, block and step of the walk of each kernel; arguments as for `decisions.block_sizes.blocks`."""
-    found = ((side, blocks(which, *how)) for which, side in PASSES.items())
-    return frozenset((side, sizes.block, sizes.step) for side, sizes in found)
+def walks(
+    tiles: Tiles,
+    itemsize: int,
+    head: int,
+    capability: int | None,
+    features: Sequence[str] = (),
+    measured: BlockTable | None = None,
+    deterministic: bool = False,
+) -> set[Sizes]:
+    """How each kernel walks over these tiles; arguments as for `decisions.block_sizes.blocks` and `passes`."""
+    kernels = passes(itemsize, head, measured, deterministic=deterministic)
+    each = ((which, chosen(which, tiles, itemsize, head, capability, features, measured)) for which in kernels)
+    return {walk_sizes(*one, count(tiles.q_spans), count(tiles.k_spans)) for one in each}
 
 
-def triton_sizes(
+def triton_kind(
     device: torch.device, dtype: torch.dtype, head_dim: int, features: list[str], measured: BlockTable | None
-) -> tuple[frozenset, frozenset]:
-    """`BatchPlans.sizes` for calls with these ``features`` of decisions/block_sizes.py, masks apart."""
+) -> tuple | None:
+    """`BatchPlans.kind` for calls with these ``features`` of decisions/block_sizes.py, masks apart."""
     if TritonKernel().why_not(device=device, dtype=dtype, head_dim=head_dim) is not None:
-        return frozenset(), frozenset()
+        return None
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    kind = dtype.itemsize, head_dim, 10 * major + minor or None
-    return tuple(walk_sizes(*kind, [*extra, *features], measured) for extra in ([], ["mask"]))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return dtype.itemsize, head_dim, 10 * major + minor or None, tuple(features), measured, deterministic

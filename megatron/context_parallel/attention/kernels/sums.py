@@ -28,12 +28,23 @@ def unpacked(kv: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
 
 
 class Accumulator:
-    """Merges the outputs of tiles of one query block."""
+    """Merges the outputs of tiles of one query block.
+
+    Args:
+        out_SBHD, lse_SBH: sums of an earlier accumulator for these queries, which are updated in place.
+        only: one call of a kernel has all the tiles, so that it may write the output in its final dtype.
+    """
 
     def __init__(
-        self, q_SBHD: Tensor, value_dim: int, out_SBHD: Tensor | None = None, lse_SBH: Tensor | None = None
+        self,
+        q_SBHD: Tensor,
+        value_dim: int,
+        out_SBHD: Tensor | None = None,
+        lse_SBH: Tensor | None = None,
+        *,
+        only: bool = False,
     ) -> None:
-        """``out_SBHD, lse_SBH``: sums of an earlier accumulator for these queries, which are updated in place."""
+        self.only = only
         self.shape, self.dtype, self.device = (*q_SBHD.shape[:3], value_dim), q_SBHD.dtype, q_SBHD.device
         self.sum_dtype = accumulation_dtype(q_SBHD.dtype)
         self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
@@ -55,6 +66,18 @@ class Accumulator:
         if self.out_SBHD is None:
             self._start()
         self.out_SBHD = self.out_SBHD.to(self.sum_dtype)
+        return self.out_SBHD, self.lse_SBH
+
+    def unset(self, *, whole: bool = True) -> tuple[Tensor, Tensor] | None:
+        """Memory for out and lse that the caller writes completely; None if there are sums, which it must add to.
+
+        ``whole``: the caller writes the results of all its tiles at once.
+        """
+        if self.out_SBHD is not None:
+            return None
+        dtype = self.dtype if self.only and whole else self.sum_dtype
+        self.out_SBHD = torch.empty(self.shape, dtype=dtype, device=self.device)
+        self.lse_SBH = torch.empty(self.shape[:3], dtype=self.sum_dtype, device=self.device)
         return self.out_SBHD, self.lse_SBH
 
     def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -82,10 +105,11 @@ class GradientSum:
     Args:
         like_SBHD: the block, for its shape, dtype and device.
         total_SBHD: the sum so far, fp32 (fp64), which is updated in place; None: nothing yet.
+        only: one call of a kernel has all the tiles, so that it may write the gradient in its final dtype.
     """
 
-    def __init__(self, like_SBHD: Tensor, total_SBHD: Tensor | None = None) -> None:
-        self.like, self.total = like_SBHD, total_SBHD
+    def __init__(self, like_SBHD: Tensor, total_SBHD: Tensor | None = None, *, only: bool = False) -> None:
+        self.like, self.total, self.only = like_SBHD, total_SBHD, only
         self.sum_dtype = accumulation_dtype(like_SBHD.dtype)
 
     def add(self, rows: Span, grad_SBHD: Tensor) -> None:
@@ -98,6 +122,14 @@ class GradientSum:
     def sum(self) -> Tensor:
         """The sum so far, in fp32 (fp64), to be updated in place."""
         self.total = self.finish().to(self.sum_dtype)
+        return self.total
+
+    def unset(self, *, whole: bool = True) -> Tensor | None:
+        """Memory that the caller writes completely; None if there is a sum. See `Accumulator.unset`."""
+        if self.total is not None:
+            return None
+        dtype = self.like.dtype if self.only and whole else self.sum_dtype
+        self.total = self.like.new_empty(self.like.shape, dtype=dtype)
         return self.total
 
     def finish(self) -> Tensor:
@@ -113,12 +145,13 @@ class KeyGradients:
     Args:
         k_SBHD, v_SBHD: its keys and values, for their shapes, dtype and device.
         total: the sum so far, fp32 (fp64), packed: [s, b, heads, sizes]; None: nothing yet.
+        only: see `GradientSum`.
     """
 
-    def __init__(self, k_SBHD: Tensor, v_SBHD: Tensor, total: Tensor | None = None) -> None:
-        self.total, self.key_dim = total, k_SBHD.size(3)
+    def __init__(self, k_SBHD: Tensor, v_SBHD: Tensor, total: Tensor | None = None, *, only: bool = False) -> None:
+        self.total, self.key_dim, self.only = total, k_SBHD.size(3), only
         parts = (None, None) if total is None else unpacked(total, self.key_dim)
-        self.dk, self.dv = (GradientSum(x, part) for x, part in zip((k_SBHD, v_SBHD), parts))
+        self.dk, self.dv = (GradientSum(x, part, only=only) for x, part in zip((k_SBHD, v_SBHD), parts))
 
     def add(self, rows: Span, dk_SBHD: Tensor, dv_SBHD: Tensor) -> None:
         """Add the gradients of some rows."""
@@ -129,12 +162,25 @@ class KeyGradients:
         """dk and dv so far, in fp32 (fp64), to be updated in place."""
         return unpacked(self.packed(), self.key_dim)
 
+    def unset(self, *, whole: bool = True) -> tuple[Tensor, Tensor] | None:
+        """Memory for dk and dv that the caller writes completely; None if there are sums. See `Accumulator.unset`."""
+        if self.total is not None or self.dk.total is not None:
+            return None
+        if self.only and whole:  # nothing is sent: separate tensors are contiguous
+            return self.dk.unset(), self.dv.unset()
+        self.total = self._memory()
+        self.dk.total, self.dv.total = unpacked(self.total, self.key_dim)
+        return self.dk.total, self.dv.total
+
+    def _memory(self) -> Tensor:
+        k, v = self.dk.like, self.dv.like
+        return k.new_empty((*k.shape[:3], self.key_dim + v.size(3)), dtype=self.dk.sum_dtype)
+
     def packed(self) -> Tensor:
         """The sums, fp32 (fp64) [s, b, heads, sizes], to be sent or offloaded."""
         if self.total is None:
             if self.dk.total is None:
-                k, v = self.dk.like, self.dv.like
-                self.total = k.new_zeros((*k.shape[:3], self.key_dim + v.size(3)), dtype=self.dk.sum_dtype)
+                self.total = self._memory().zero_()
             else:
                 self.total = packed(self.dk.total, self.dv.total).to(self.dk.sum_dtype)
             self.dk.total, self.dv.total = unpacked(self.total, self.key_dim)

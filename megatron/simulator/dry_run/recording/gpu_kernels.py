@@ -144,9 +144,10 @@ class SimulatedTriton:
 
     def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
         """One launch for each of `groups`; see `kernels.base.Kernel`."""
-        sums = result.sums()
-        for group in groups(tiles):
-            self._price(group, (2, 2), q, k, v, moved=(q, k, v, *sums * 2))
+        each = groups(tiles)
+        for group in each:
+            fresh = result.unset(whole=len(each) == 1)  # which the kernel does not read
+            self._price(group, (2, 2), q, k, v, moved=(q, k, v, *(fresh or result.sums() * 2)))
 
     def attend_grad(
         self,
@@ -160,8 +161,11 @@ class SimulatedTriton:
         dkv: KeyGradients,
     ) -> None:
         """Two launches that both compute scores and their gradients: 6 and 8 FLOPs, where a single kernel has 10."""
-        read, of_q, of_kv = (q, k, v, final.dout, final.lse, final.delta), (dq.sum(),) * 2, dkv.sums() * 2
-        for group in groups(tiles):
+        read, each = (q, k, v, final.dout, final.lse, final.delta), groups(tiles)
+        for group in each:
+            fresh = dq.unset(whole=len(each) == 1)
+            of_q = (dq.sum(),) * 2 if fresh is None else (fresh,)
+            of_kv = dkv.unset(whole=len(each) == 1) or dkv.sums() * 2
             self._price(group, (4, 2), q, k, v, moved=(*read, *of_q), backward=True)
             self._price(group, (4, 4), q, k, v, moved=(*read, *of_kv), backward=True, reads_mask=False)
 
@@ -194,7 +198,7 @@ class SimulatedTriton:
             self.recorder.price(trace.Kernel("mask_bits", "memory", 0.0, masked * PAIR_BYTES))
         rows, batch, heads, size = q.shape
         of_pair = flops[0] * size + flops[1] * v.size(3)
-        work = float(batch * heads * of_pair * sum(tile.pairs for tile in tiles))
+        work = float(batch * heads * of_pair * tiles.pairs)
         shape = (rows, k.size(0), batch * heads, size)
         name = attention_named(self.name)
         self.recorder.price(trace.Kernel(name, "attention", work, bytes_of(moved), shape, q.element_size(), backward))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a block of queries, and of a block of keys, summed over all tiles that the block is in.
 
-This is FlashAttention-2's backward pass (arXiv 2307.08691) in two kernels. Only one program writes each sum, so no
-atomics are needed and results are deterministic. All tiles use the *final* lse and delta, so that their gradients can
-be added. This is done in place, in fp32.
+This is FlashAttention-2's backward pass (arXiv 2307.08691). In two passes only one program writes each sum, so that
+results are deterministic, and each pair needs seven products. In one pass it needs five: the programs of key blocks
+also add to dq, by atomic additions in no fixed order. All tiles use the *final* lse and delta, so that their gradients
+can be added. This is done in place, in fp32; the first launch writes instead, and the only one in the final dtype.
 """
 
 from __future__ import annotations
@@ -66,19 +67,63 @@ def _weights(
 
 
 @triton.jit
-def _score_gradient(p, steepness, drop, dp, delta, CAPPED: tl.constexpr, DROPS: tl.constexpr):
+def _score_gradient(p, steepness, drop, dp, delta, scale, CAPPED: tl.constexpr, DROPS: tl.constexpr):
+    """The gradient of each product of q and k; ``delta`` is already multiplied by ``scale``."""
     if DROPS:
         dp = dp * drop
-    ds = p * (dp - delta)
+    ds = p * (dp * scale - delta)
     if CAPPED:
         ds = ds * steepness
     return ds
 
 
 @triton.jit
+def _put(at, gradient, mask, FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds to a sum in fp32; if FIRST, writes the gradient in the memory's dtype."""
+    if FIRST:
+        tl.store(at, rounded(gradient, at.dtype.element_ty, PRECISION), mask=mask)
+    else:
+        tl.store(at, tl.load(at, mask=mask) + gradient, mask=mask)
+
+
+@triton.jit
+def _prepare(
+    lse, delta, ready_lse, ready_delta, lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, rows, q_rows,
+    scale, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Stores, and returns for these rows of a head, whether they have keys, lse * log2(e) and delta * scale.
+
+    ``ready_lse``, ``ready_delta``: [b, heads, q_rows], contiguous. Without keys lse is infinite and delta 0.
+    """
+    b, h, row = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64), rows.to(tl.int64)
+    exist = rows < q_rows
+    found = tl.load(lse + b * lse_sb + h * lse_sh + row * lse_ss, mask=exist, other=float("-inf")) * LOG2E
+    here = exist & (found > float("-inf"))  # other queries have no keys, and their output may be undefined
+    found = tl.where(here, found, float("inf"))
+    delta_here = tl.load(delta + b * delta_sb + h * delta_sh + row * delta_ss, mask=here, other=0.0) * scale
+    ready = tl.program_id(1).to(tl.int64) * q_rows + rows
+    tl.store(ready_lse + ready, found, mask=exist)
+    tl.store(ready_delta + ready, delta_here, mask=exist)
+    return here, found, delta_here
+
+
+@triton.jit(do_not_specialize=["q_rows"])
+def ready_kernel(
+    lse, delta, ready_lse, ready_delta, lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, q_rows, scale,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What `query_kernel` prepares for `key_kernel`, where that computes the whole backward pass."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _prepare(
+        lse, delta, ready_lse, ready_delta, lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, rows, q_rows, scale,
+        HEADS,
+    )  # fmt: skip
+
+
+@triton.jit
 def _walk_keys(
     dq, q, dout, lse, delta, rows, k, v, ranges, first, last, bits, q_at, k_places, row_key, column_keys, slope,
-    k_ss, k_sd, v_ss, v_sd, factor, cap, threshold, kept_scale,
+    k_ss, k_sd, v_ss, v_sd, scale, factor, cap, threshold, kept_scale,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -115,7 +160,7 @@ def _walk_keys(
                 KIND > 0, ALIBI, CAPPED, DROPS,
             )  # fmt: skip
             dp = dot(dout, tl.trans(v_block), None, PRECISION)
-            ds = _score_gradient(p, steepness, drop, dp, delta[:, None], CAPPED, DROPS)
+            ds = _score_gradient(p, steepness, drop, dp, delta[:, None], scale, CAPPED, DROPS)
             dq = dot(rounded(ds, k_block.dtype, PRECISION), k_block, dq, PRECISION)
     return dq
 
@@ -128,60 +173,52 @@ def query_kernel(
     lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, dq_ss, dq_sb, dq_sh, dq_sd,
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq of one block of ``BLOCK`` queries of one head, and prepares its lse and delta for `key_kernel`.
-
-    ``ready_lse``, ``ready_delta``: [b, heads, q_rows], contiguous: lse * log2(e), infinite for queries without keys;
-    delta, 0 for queries without keys.
-    """
+    """Adds to dq of one block of ``BLOCK`` queries of one head, and prepares its lse and delta for `key_kernel`."""
     block = blocks + tl.program_id(0) * 5
     sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     first_row = tl.load(block) * BLOCK
     rows = first_row + tl.arange(0, BLOCK)
-    here = rows < q_rows
-    b, h, row = sample.to(tl.int64), head.to(tl.int64), rows.to(tl.int64)
+    b, h = sample.to(tl.int64), head.to(tl.int64)
     k += b * k_sb + h // GROUP * k_sh
     v += b * v_sb + h // GROUP * v_sh
     q_block = load_rows(q + b * q_sb + h * q_sh, first_row, q_rows, q_ss, q_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
     dout_block = load_rows(
         dout + b * dout_sb + h * dout_sh, first_row, q_rows, dout_ss, dout_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True
     ).to(q_block.dtype)
-    lse_here = tl.load(lse + b * lse_sb + h * lse_sh + row * lse_ss, mask=here, other=float("-inf")) * LOG2E
-    here &= lse_here > float("-inf")  # other queries have no keys, and their output may be undefined
-    lse_here = tl.where(here, lse_here, float("inf"))
-    delta_here = tl.load(delta + b * delta_sb + h * delta_sh + row * delta_ss, mask=here, other=0.0)
-    ready = tl.program_id(1).to(tl.int64) * q_rows + rows
-    tl.store(ready_lse + ready, lse_here, mask=rows < q_rows)
-    tl.store(ready_delta + ready, delta_here, mask=rows < q_rows)
+    here, lse_here, delta_here = _prepare(
+        lse, delta, ready_lse, ready_delta, lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, rows, q_rows, scale,
+        HEADS,
+    )  # fmt: skip
     q_at, row_key, slope = rows, rows, 0.0
     if ALIBI:
         q_at = tl.load(q_places + rows, mask=here, other=0)
         slope = tl.load(slopes + head) * LOG2E
     if DROPS:
-        row_key = tl.load(row_keys + ready, mask=here, other=0)
+        row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
         column_keys += b * k_rows
     total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
     for kind in tl.static_range(3 if MASKED else 2):
         total = _walk_keys(
             total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, tl.load(block + 1 + kind),
             tl.load(block + 2 + kind), bits, q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd,
-            factor, cap, threshold, kept_scale,
+            scale, factor, cap, threshold, kept_scale,
             HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     at = block_pointers(dq + b * dq_sb + h * dq_sh, first_row, dq_ss, dq_sd, BLOCK, HEAD_BLOCK, WIDE)
     mask = inside(first_row, q_rows, BLOCK, HEAD, HEAD_BLOCK)
-    tl.store(at, tl.load(at, mask=mask) + total * scale, mask=mask)
+    _put(at, total, mask, FIRST, PRECISION)
 
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, first_column, q, dout, ready_lse, ready_delta, ranges, first, last, bits, q_places, k_at, row_keys,
-    column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold, kept_scale,
-    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, first_column, q, dout, dq, ready_lse, ready_delta, ranges, first, last, bits, q_places, k_at,
+    row_keys, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, dq_ss, dq_sd, scale, factor, cap, threshold,
+    kept_scale, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed, [keys, queries], so that nothing has to be transposed before the second product."""
     columns = first_column + tl.arange(0, BLOCK)
@@ -234,24 +271,35 @@ def _walk_queries(
                 if k.dtype == tl.float32:  # no tensor cores; computing dp late needs fewer registers
                     dp = dot(v, tl.trans(dout_block), None, PRECISION)
                 delta_here = load_numbers(ready_delta, rows, stop, 0.0, KIND > 0)
-                ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], CAPPED, DROPS)
-                dk = dot(rounded(ds, q_block.dtype, PRECISION), q_block, dk, PRECISION)
+                ds = _score_gradient(p, steepness, drop, dp, delta_here[None, :], scale, CAPPED, DROPS)
+                ds = rounded(ds, q_block.dtype, PRECISION)
+                dk = dot(ds, q_block, dk, PRECISION)
+                if DQ:
+                    more = dot(tl.trans(ds), k, None, PRECISION)
+                    dq_at = block_pointers(dq, query, dq_ss, dq_sd, STEP, HEAD_BLOCK, WIDE)
+                    if KIND > 0 or HEAD < HEAD_BLOCK:
+                        tl.atomic_add(dq_at, more, mask=inside(query, stop, STEP, HEAD, HEAD_BLOCK), sem="relaxed")
+                    else:
+                        tl.atomic_add(dq_at, more, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
 def key_kernel(
-    q, k, v, dout, ready_lse, ready_delta, dk, dv, blocks, ranges, bits, slopes, q_places, k_places,
+    q, k, v, dout, ready_lse, ready_delta, dq, dk, dv, blocks, ranges, bits, slopes, q_places, k_places,
     row_keys, column_keys,
     q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
-    dk_ss, dk_sb, dk_sh, dk_sd, dv_ss, dv_sb, dv_sh, dv_sd,
+    dq_ss, dq_sb, dq_sh, dq_sd, dk_ss, dk_sb, dk_sh, dk_sd, dv_ss, dv_sb, dv_sh, dv_sd,
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    MASKED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
+    DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk (if DK) and dv (if DV) of one block of ``BLOCK`` keys of one key head, from all its query heads."""
+    """Adds to dk (if DK) and dv (if DV) of one block of ``BLOCK`` keys of one key head, from all its query heads.
+
+    If DQ, it also adds to dq of all queries that the block meets.
+    """
     block = blocks + tl.program_id(0) * 5
     key_heads = HEADS // GROUP
     sample, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
@@ -279,19 +327,22 @@ def key_kernel(
             row_keys_head = row_keys + ready
         if ALIBI:
             slope = tl.load(slopes + head) * LOG2E
+        dq_head = dq
+        if DQ:
+            dq_head = dq + b * dq_sb + wide * dq_sh
         for kind in tl.static_range(3 if MASKED else 2):
             dk_total, dv_total = _walk_queries(
-                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, ready_lse + ready,
+                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, dq_head, ready_lse + ready,
                 ready_delta + ready, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at,
-                row_keys_head, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, factor, cap, threshold,
-                kept_scale, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, DK, DV, kind, ALIBI, CAPPED, DROPS, WIDE,
-                PRECISION,
+                row_keys_head, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, dq_ss, dq_sd, scale, factor,
+                cap, threshold, kept_scale, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, DQ, DK, DV, kind, ALIBI,
+                CAPPED, DROPS, WIDE, PRECISION,
             )  # fmt: skip
     if DK:
         at = block_pointers(dk + b * dk_sb + h * dk_sh, first_row, dk_ss, dk_sd, BLOCK, HEAD_BLOCK, WIDE)
         mask = inside(first_row, k_rows, BLOCK, HEAD, HEAD_BLOCK)
-        tl.store(at, tl.load(at, mask=mask) + dk_total * scale, mask=mask)
+        _put(at, dk_total, mask, FIRST, PRECISION)
     if DV:
         at = block_pointers(dv + b * dv_sb + h * dv_sh, first_row, dv_ss, dv_sd, BLOCK, VALUE_BLOCK, WIDE)
         mask = inside(first_row, k_rows, BLOCK, VALUE, VALUE_BLOCK)
-        tl.store(at, tl.load(at, mask=mask) + dv_total, mask=mask)
+        _put(at, dv_total, mask, FIRST, PRECISION)

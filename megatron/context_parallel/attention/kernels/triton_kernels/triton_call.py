@@ -12,33 +12,49 @@ is ``-sum(exp(sink - lse) * delta)`` over its queries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import Side, in_groups, pack, places, walk
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import (
+    SIDES,
+    Side,
+    Sizes,
+    chosen,
+    in_groups,
+    pack,
+    places,
+    plain_steps,
+    walk,
+    walk_numbers,
+    walk_sizes,
+)
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
-from megatron.decisions.block_sizes import FEATURES, Blocks, BlockTable, Pass, blocks
+from megatron.decisions.block_sizes import SHORT, Blocks, BlockTable, Pass, passes
 from megatron.platform.streams import to_device
 
-PASSES: dict[Pass, Side] = {"forward": "q", "queries": "q", "keys": "k"}
 OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with all its arguments, which can be run on a GPU or compiled without one."""
+    """A kernel with all its arguments, which can be run on a GPU or compiled without one.
+
+    ``scratch``: it makes descriptors, for which Triton allocates memory.
+    """
 
     kernel: Any
     grid: tuple[int, int]
     arguments: dict[str, Any]
     sizes: Blocks
+    scratch: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,7 +66,14 @@ class Launch:
         """Enqueue the kernel on the current stream of the tensors' GPU."""
         device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[self.grid](**self.arguments, **self.options)
+            copy_context().run(self._start)
+
+    def _start(self) -> None:
+        if self.scratch:  # a setting of this context alone
+            import triton
+
+            triton.set_allocator(_scratch)
+        self.kernel[self.grid](**self.arguments, **self.options)
 
 
 LOG2E = 1.4426950408889634
@@ -75,6 +98,7 @@ class Call:
         q: [s, b, heads, d]; k: [t, b, kv_heads, d]; v: [t, b, kv_heads, dv]. Any strides.
         scale, mask, slopes, softcap, dropout, measured: see `kernels.base.Scores`.
         capability: of the GPU, 80, 90, ..; None: the interpreter. Default (-1): that of the tensors' device.
+        fixed: block sizes by pass, instead of those that decisions/ chooses, to measure and compare them.
     """
 
     q: Tensor
@@ -87,6 +111,7 @@ class Call:
     dropout: Dropout | None = None
     measured: BlockTable | None = None
     capability: int | None = -1
+    fixed: Mapping[Pass, Blocks] | None = None
 
     def __post_init__(self) -> None:
         (_, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
@@ -109,33 +134,123 @@ class Call:
             major, minor = (0, 0) if interpreted() else torch.cuda.get_device_capability(self.q.device)
             object.__setattr__(self, "capability", 10 * major + minor or None)
 
-    def forward(self, tiles: Tiles, out: Tensor, lse: Tensor) -> Launch:
-        """The launch that merges ``tiles`` into ``out`` [s, b, heads, dv] and ``lse`` [s, b, heads], both fp32."""
+    def forward(self, tiles: Tiles, out: Tensor, lse: Tensor, *, first: bool = False) -> Launch:
+        """The launch that merges ``tiles`` into ``out`` [s, b, heads, dv] and ``lse`` [s, b, heads], both fp32.
+
+        ``first``: it writes both without reading them, and out may have the dtype of q; see `written`.
+        """
         tensors = {"q": self.q, "k": self.k, "v": self.v, "out": out, "lse": lse}
-        _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3))), "lse": (lse, self.q.shape[:3])})
+        dtype = self.q.dtype if first else None
+        _check_sums({"out": (out, (*self.q.shape[:3], self.v.size(3)))}, dtype)
+        _check_sums({"lse": (lse, self.q.shape[:3])})
         (bits,) = self._bits(tiles, ["q"])
-        return self._launch("forward", tiles, tensors, bits, self._by_position(tiles))
+        return self._launch("forward", tiles, tensors, bits, self._by_position(tiles), first)
+
+    def forward_launches(self, tiles: Tiles, out: Tensor, lse: Tensor, *, first: bool = False) -> list[Launch]:
+        """The launches that do what `forward` does: that one, or one for edges and then one for plain ranges."""
+        plain = self._plain(tiles, out, lse) if self.specialised(tiles) else None
+        if plain is None:
+            return [self.forward(tiles, out, lse, first=first)]
+        sizes = replace(plain.sizes, warps=plain.sizes.block // 16, stages=2)
+        edges = replace(self, fixed={"forward": sizes}).forward(tiles, out, lse, first=first)
+        return [replace(edges, arguments={**edges.arguments, "PLAIN": False}), plain]
+
+    def specialised(self, tiles: Tiles) -> bool:
+        """Whether plain ranges have a kernel of their own, which adds to sums in fp32."""
+        sizes = (self.q.size(3), self.v.size(3))
+        return (
+            "plain" in self.passes()
+            and self.capability in (None, 90)
+            and self.slopes is None and self.softcap is None and self.dropout is None
+            and all(size >= 16 and size == _power(size) <= 128 for size in sizes)
+            and all(_describable(x) for x in (self.q, self.k, self.v))
+            and tiles.pairs >= SHORT * self.q.size(0)
+        )  # fmt: skip
+
+    def _plain(self, tiles: Tiles, out: Tensor, lse: Tensor) -> Launch | None:
+        (s, b, h, d), hk = self.q.shape, self.k.size(2)
+        sizes, how = self._chosen("plain", tiles)
+        found = plain_steps(tiles, how, self.q.device)
+        if found is None:
+            return None
+        tensors, keys = {"q": self.q, "out": out, "lse": lse}, {"k": self.k, "v": self.v}
+        arguments = {
+            **tensors,
+            **_strides(tensors),
+            **{name: _descriptor(x, sizes.step) for name, x in keys.items()},
+            **{f"{name}_s{at}": x.stride(n) for name, x in keys.items() for at, n in (("b", 1), ("h", 2))},
+            "blocks": found[0],
+            "steps": found[1],
+            "q_rows": s,
+            "factor": self.scale * LOG2E,
+            "HEADS": h,
+            "GROUP": h // hk,
+            "HEAD": d,
+            "VALUE": self.v.size(3),
+            "BLOCK": sizes.block,
+            "STEP": sizes.step,
+            "STAGES": sizes.stages,
+            "WIDE": _wide(sizes.block, self.q, out),
+            "PRECISION": "interpreted" if self.capability is None else "ieee",
+        }
+        return Launch(_functions()["plain"], (len(found[0]), b * h), arguments, sizes, scratch=True)
+
+    def written(self, tiles: Tiles, *, backward: bool = False) -> set[Side]:
+        """The sides whose results a launch for these tiles writes completely: each block of rows is in a tile."""
+        output: Pass = "plain" if self.specialised(tiles) else "forward"
+        kernels = set(self.passes()) & {"queries", "keys", "backward"} if backward else {output}
+        found = [self._chosen(which, tiles)[1] for which in kernels]
+        return {how[0] for how in found if len(walk_numbers(tiles, how)[0]) == -(-how[1] // how[2])}
 
     def backward(
-        self, tiles: Tiles, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+        self,
+        tiles: Tiles,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        first: Collection[Side] = (),
     ) -> list[Launch]:
-        """The launches: first for dq, which also prepares lse and delta for the others; then for dk and dv."""
+        """The launches: first for dq, which also prepares lse and delta for the others; then for dk and dv.
+
+        In one pass: a short launch that prepares these, then one for all gradients.
+
+        Args:
+            first: sides whose gradients are written and not read, and may have the dtype of q; see `written`.
+        """
         if dout.shape != (*self.q.shape[:3], self.v.size(3)):
             raise ValueError(f"dout {list(dout.shape)} does not fit q {list(self.q.shape)}, v {list(self.v.shape)}")
         rows = self.q.shape[:3]
         _check_sums({"lse": (lse, rows), "delta": (delta, rows)})
-        _check_sums({"dq": (dq, self.q.shape), "dk": (dk, self.k.shape), "dv": (dv, self.v.shape)})
+        _check_sums({"dq": (dq, self.q.shape)}, self.q.dtype if "q" in first else None)
+        keys = {"dk": (dk, self.k.shape), "dv": (dv, self.v.shape)}
+        _check_sums(keys, self.q.dtype if "k" in first else None)
         tensors = {"q": self.q, "k": self.k, "v": self.v, "dout": dout}
         s, b, h = rows
-        ready = torch.empty(2, b, h, s, dtype=torch.float32, device=dq.device)
+        ready = torch.empty(2, b, h, s, dtype=torch.float32, device=self.q.device)
         others = {**self._by_position(tiles), "ready_lse": ready[0], "ready_delta": ready[1]}
+        whole, of_key = {"lse": lse, "delta": delta}, {"dk": dk, "dv": dv}
+        if "backward" in self.passes():
+            (of_keys,) = self._bits(tiles, ["k"])
+            every = self._launch("backward", tiles, {**tensors, "dq": dq, **of_key}, of_keys, others, "k" in first)
+            return [_ready(others, whole, self.scale), every]
         of_queries, of_keys = self._bits(tiles, ["q", "k"])
-        whole = {"lse": lse, "delta": delta, "dq": dq}
-        queries = self._launch("queries", tiles, {**tensors, **whole}, of_queries, others)
-        keys = self._launch("keys", tiles, {**tensors, "dk": dk, "dv": dv}, of_keys, others)
+        queries = self._launch("queries", tiles, {**tensors, **whole, "dq": dq}, of_queries, others, "q" in first)
+        keys = self._launch("keys", tiles, {**tensors, **of_key}, of_keys, others, "k" in first)
         if not keys.sizes.split:
             return [queries, keys]
         return [queries, *(replace(keys, arguments={**keys.arguments, other: False}) for other in ("DV", "DK"))]
+
+    def passes(self) -> tuple[Pass, ...]:
+        """The kernels of forward and backward pass."""
+        if self.fixed:
+            of_keys = ("backward",) if "backward" in self.fixed else ("queries", "keys")
+            return (*(("plain",) if "plain" in self.fixed else ()), "forward", *of_keys)
+        kind = self.q.element_size(), max(self.q.size(3), self.v.size(3)), self.measured
+        return passes(*kind, deterministic=torch.are_deterministic_algorithms_enabled())
 
     def _bits(self, tiles: Tiles, sides: list[Side]) -> Sequence[Tensor | None]:
         if not tiles.masked:
@@ -151,13 +266,11 @@ class Call:
         tensors: dict[str, Tensor],
         bits: Tensor | None,
         others: dict[str, Tensor | None],
+        first: bool,
     ) -> Launch:
         (s, b, h, d), (t, _, hk, _) = self.q.shape, self.k.shape
-        device, value, side = self.q.device, self.v.size(3), PASSES[which]
-        capped = self.softcap is not None
-        kind = (which, self.q.element_size(), max(d, value), self.capability, self._features(bits))
-        sizes = blocks(*kind, self.measured)
-        how = side, s if side == "q" else t, sizes.block, sizes.step
+        device, value, side = self.q.device, self.v.size(3), SIDES[which]
+        capped, (sizes, how) = self.softcap is not None, self._chosen(which, tiles)
         walked = walk(tiles, how, device)
         drops = 0
         if self.dropout is not None:  # keys that share a hash; before Blackwell, forward needs fewer instructions for 2
@@ -181,22 +294,29 @@ class Call:
             "BLOCK": sizes.block,
             "STEP": sizes.step,
             "MASKED": bits is not None,
+            "FIRST": first,
+            **({"PLAIN": True} if which == "forward" else {}),
             "ALIBI": self.slopes is not None,
             "CAPPED": capped,
             "DROPS": drops,
             "WIDE": _wide(max(sizes.block, sizes.step), *tensors.values()),
             "PRECISION": "interpreted" if self.capability is None else "ieee",  # of products of fp32
         }
-        arguments |= {"AHEAD": sizes.ahead} if which == "forward" else {"scale": self.scale}
+        if which != "forward":
+            arguments["scale"] = self.scale
+        if which in ("keys", "backward"):
+            arguments |= {"DQ": which == "backward", "DK": True, "DV": True}
         if which == "keys":
-            arguments |= {"DK": True, "DV": True}
+            arguments |= dict.fromkeys(("dq", "dq_ss", "dq_sb", "dq_sh", "dq_sd"))
         heads = h if side == "q" else hk
         return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
 
-    def _features(self, bits: Tensor | None) -> list[str]:
-        """Those of `FEATURES` that this call has."""
-        values = (bits, self.slopes, self.softcap, self.dropout)
-        return [name for name, value in zip(FEATURES, values) if value is not None]
+    def _chosen(self, which: Pass, tiles: Tiles) -> tuple[Blocks, Sizes]:
+        present = {"alibi": self.slopes, "softcap": self.softcap, "dropout": self.dropout}
+        features = [name for name, value in present.items() if value is not None]
+        kind = self.q.element_size(), max(self.q.size(3), self.v.size(3)), self.capability, features, self.measured
+        sizes = (self.fixed or {}).get(which) or chosen(which, tiles, *kind)
+        return sizes, walk_sizes(which, sizes, self.q.size(0), self.k.size(0))
 
     def _by_position(self, tiles: Tiles) -> dict[str, Tensor | None]:
         """The arguments for ALiBi and dropout: positions of rows, slopes, and the keys of dropout's hashes."""
@@ -213,9 +333,19 @@ class Call:
         return arguments
 
 
-def _check_sums(tensors: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+def _ready(ready: dict[str, Tensor | None], tensors: dict[str, Tensor], scale: float) -> Launch:
+    """The launch that prepares lse and delta for a backward pass of one pass."""
+    rows, b, h = tensors["lse"].shape
+    outputs = {name: ready[name] for name in ("ready_lse", "ready_delta")}
+    arguments = {**tensors, **outputs, **_strides(tensors), "q_rows": rows, "scale": scale}
+    arguments |= {"HEADS": h, "BLOCK": 256}
+    return Launch(_functions()["ready"], (-(-rows // 256), b * h), arguments, Blocks(256, 256, 4, 1))
+
+
+def _check_sums(tensors: dict[str, tuple[Tensor, tuple[int, ...]]], also: torch.dtype | None = None) -> None:
+    """``also``: a dtype that is allowed besides fp32."""
     for name, (x, shape) in tensors.items():
-        if x.shape != shape or x.dtype != torch.float32:
+        if x.shape != shape or x.dtype not in (torch.float32, also):
             raise ValueError(f"{name} must be fp32 {list(shape)}, not {x.dtype} {list(x.shape)}")
 
 
@@ -227,6 +357,28 @@ def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
 def _power(size: int) -> int:
     """The block size for a head: a power of two, and at least 16, the smallest size for tensor cores."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def _describable(x: Tensor) -> bool:
+    """Whether a descriptor can describe x: entries are adjacent, and addresses multiples of 16 bytes."""
+    aligned = not any(n * x.element_size() % 16 for n in (*x.stride()[:3], x.storage_offset()))
+    return x.stride(3) == 1 and x.stride(0) > 0 and aligned and _width(x) < 2**31
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """What loads rows [rows, d] of x [s, b, h, d], seen as [s, all else]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, [x.size(0), _width(x)], [x.stride(0), 1], [rows, x.size(3)])
+
+
+def _width(x: Tensor) -> int:
+    """Elements from the first of a row of x [s, b, h, d] to its last."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:])) + 1
 
 
 def _wide(rows: int, *tensors: Tensor) -> bool:
@@ -244,11 +396,18 @@ def interpreted() -> bool:
 @functools.cache
 def _functions() -> dict[str, Any]:
     """The kernels. They are imported here because Triton takes a second to import and need not be installed."""
-    from megatron.context_parallel.attention.kernels.triton_kernels import triton_backward, triton_forward
+    from megatron.context_parallel.attention.kernels.triton_kernels import (
+        triton_backward,
+        triton_forward,
+        triton_plain,
+    )
 
     return {
+        "plain": triton_plain.plain_kernel,
         "forward": triton_forward.forward_kernel,
         "queries": triton_backward.query_kernel,
         "keys": triton_backward.key_kernel,
+        "backward": triton_backward.key_kernel,
+        "ready": triton_backward.ready_kernel,
         "delta": triton_backward.delta_kernel,
     }

@@ -29,15 +29,6 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs imp
 
 
 @triton.jit
-def _products(
-    q, k, key, stop, k_ss, k_sd, STEP: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    CHECKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, CHECKED)
-    return dot(q, tl.trans(k_block), None, PRECISION)
-
-
-@triton.jit
 def _step(
     acc, top, total, products, visible, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys, slope, factor,
     cap, threshold, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr, EDGE: tl.constexpr,
@@ -77,49 +68,30 @@ def _walk(
     acc, top, total, q, rows, k, v, ranges, first, last, bits, q_at, k_places, row_key, column_keys, slope,
     k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
-    AHEAD: tl.constexpr, KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
+    KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes ranges of one KIND: 0: plain; 1: edges, where pairs are compared; 2: masked, where bits are read.
-
-    With AHEAD, the next step's products are issued before this step's softmax, so that tensor cores compute during it.
-    """
+    """Computes ranges of one KIND: 0: plain; 1: edges, where pairs are compared; 2: masked, where bits are read."""
     for index in range(first, last):
         entry = ranges + index * 9
         start, stop = tl.load(entry), tl.load(entry + 1)
-        if KIND == 0 and AHEAD:  # plain ranges consist of complete steps
-            products = _products(q, k, start, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, False, PRECISION)
-            last = stop - STEP
-            for key in range(start, last, STEP):
-                next_key = key + STEP
-                following = _products(q, k, next_key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, False, PRECISION)
-                acc, top, total = _step(
-                    acc, top, total, products, rows, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
-                    slope, factor, cap, threshold,
-                    VALUE, VALUE_BLOCK, STEP, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-                )  # fmt: skip
-                products = following
-            acc, top, total = _step(
-                acc, top, total, products, rows, last, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
-                slope, factor, cap, threshold, VALUE, VALUE_BLOCK, STEP, False, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-            )  # fmt: skip
-        else:
+        if KIND > 0:
+            belongs, lowest, met = bounds(entry, rows, stop)
+            if KIND == 2:
+                at, words, first_key = bit_rows(entry, rows)
+        for key in range(start, stop, STEP):
+            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+            products = dot(q, tl.trans(k_block), None, PRECISION)
+            visible = rows
             if KIND > 0:
-                belongs, lowest, met = bounds(entry, rows, stop)
+                visible = within((key + tl.arange(0, STEP))[None, :], lowest[:, None], met[:, None])
                 if KIND == 2:
-                    at, words, first_key = bit_rows(entry, rows)
-            for key in range(start, stop, STEP):
-                products = _products(q, k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0, PRECISION)
-                visible = rows
-                if KIND > 0:
-                    visible = within((key + tl.arange(0, STEP))[None, :], lowest[:, None], met[:, None])
-                    if KIND == 2:
-                        visible &= marked(bits, at, words, key - first_key, belongs, STEP)
-                acc, top, total = _step(
-                    acc, top, total, products, visible, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
-                    slope, factor, cap, threshold,
-                    VALUE, VALUE_BLOCK, STEP, KIND > 0, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
-                )  # fmt: skip
+                    visible &= marked(bits, at, words, key - first_key, belongs, STEP)
+            acc, top, total = _step(
+                acc, top, total, products, visible, key, stop, v, v_ss, v_sd, q_at, k_places, row_key, column_keys,
+                slope, factor, cap, threshold,
+                VALUE, VALUE_BLOCK, STEP, KIND > 0, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            )  # fmt: skip
     return acc, top, total
 
 
@@ -129,10 +101,14 @@ def forward_kernel(
     q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, out_ss, out_sb, out_sh, out_sd,
     lse_ss, lse_sb, lse_sh, q_rows, k_rows, factor, cap, threshold, kept_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
+    PLAIN: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of ``BLOCK`` queries of one head: updates out (fp32) and lse (natural logarithm) in place."""
+    """One block of ``BLOCK`` queries of one head: updates out (fp32) and lse (natural logarithm) in place.
+
+    If FIRST, it writes both without reading them, and out may have another dtype. PLAIN: with plain ranges.
+    """
     block = blocks + tl.program_id(0) * 5
     sample, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     first_row = tl.load(block) * BLOCK
@@ -145,14 +121,18 @@ def forward_kernel(
     out += b * out_sb + h * out_sh
     lse += b * lse_sb + h * lse_sh + rows.to(tl.int64) * lse_ss
 
-    before = tl.load(lse, mask=here, other=float("-inf"))
-    top = before * LOG2E
-    total = tl.where(before == float("-inf"), 0.0, 1.0)
     out_at = block_pointers(out, first_row, out_ss, out_sd, BLOCK, VALUE_BLOCK, WIDE)
     out_here = inside(first_row, q_rows, BLOCK, VALUE, VALUE_BLOCK)
-    # The output of queries without any key so far is not read.
-    acc = tl.load(out_at, mask=out_here & (total > 0)[:, None], other=0.0)
-
+    if FIRST:
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        acc = tl.zeros([BLOCK, VALUE_BLOCK], tl.float32)
+    else:
+        before = tl.load(lse, mask=here, other=float("-inf"))
+        top = before * LOG2E
+        total = tl.where(before == float("-inf"), 0.0, 1.0)
+        # The output of queries without any key so far is not read.
+        acc = tl.load(out_at, mask=out_here & (total > 0)[:, None], other=0.0)
     q_block = load_rows(q, first_row, q_rows, q_ss, q_sd, BLOCK, HEAD, HEAD_BLOCK, WIDE, True)
     q_at, row_key, slope = rows, rows, 0.0
     if ALIBI:
@@ -162,14 +142,14 @@ def forward_kernel(
         row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
         column_keys += b * k_rows
         acc = acc / kept_scale  # the result is multiplied by it at the end
-    for kind in tl.static_range(3 if MASKED else 2):
+    for kind in tl.static_range(0 if PLAIN else 1, 3 if MASKED else 2):
         acc, top, total = _walk(
             acc, top, total, q_block, rows, k, v, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits,
             q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, factor, cap, threshold,
-            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, AHEAD, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
+            HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # rows without keys
     if DROPS:
         acc = acc * kept_scale
-    tl.store(out_at, acc / total[:, None], mask=out_here)
+    tl.store(out_at, rounded(acc / total[:, None], out.dtype.element_ty, PRECISION), mask=out_here)
     tl.store(lse, (top + tl.log2(total)) / LOG2E, mask=here)

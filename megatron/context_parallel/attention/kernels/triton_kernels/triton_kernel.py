@@ -48,9 +48,12 @@ class TritonKernel:
         return _tensor_reason(dtype, head_dim) or too_old(capability)
 
     def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
-        call = Call(q, k, v, **_options(scores))
-        for group in groups(tiles):
-            call.forward(group, *result.sums()).run()
+        call, each = Call(q, k, v, **_options(scores)), groups(tiles)
+        for group in each:
+            whole = len(each) == 1 and not call.specialised(group)
+            fresh = result.unset(whole=whole) if "q" in call.written(group) else None
+            for launch in call.forward_launches(group, *(fresh or result.sums()), first=fresh is not None):
+                launch.run()
 
     def attend_grad(
         self,
@@ -63,9 +66,14 @@ class TritonKernel:
         dq: GradientSum,
         dkv: KeyGradients,
     ) -> None:
-        call = Call(q, k, v, **_options(scores))
-        for group in groups(tiles):
-            for launch in call.backward(group, final.dout, final.lse, final.delta, dq.sum(), *dkv.sums()):
+        call, each = Call(q, k, v, **_options(scores)), groups(tiles)
+        for group in each:
+            written = call.written(group, backward=True)
+            of_q = dq.unset(whole=len(each) == 1) if "q" in written else None
+            of_k = dkv.unset(whole=len(each) == 1) if "k" in written else None
+            first = {side for side, fresh in (("q", of_q), ("k", of_k)) if fresh is not None}
+            sums = dq.sum() if of_q is None else of_q, *(of_k or dkv.sums())
+            for launch in call.backward(group, final.dout, final.lse, final.delta, *sums, first=first):
                 launch.run()
 
     delta = staticmethod(delta)

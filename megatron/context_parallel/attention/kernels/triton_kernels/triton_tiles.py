@@ -22,9 +22,10 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
 from megatron.context_parallel.layout.masks import Mask
-from megatron.context_parallel.layout.spans import numbered, positions
+from megatron.context_parallel.layout.spans import count, numbered, positions
 from megatron.context_parallel.layout.tiles import KINDS, Tile, Tiles, parts
 from megatron.context_parallel.positions.position_dropout import LANES
+from megatron.decisions.block_sizes import Blocks, BlockTable, Pass, blocks
 from megatron.platform.streams import to_device
 
 Side = Literal["q", "k"]
@@ -52,8 +53,31 @@ class Walk:
     pairs: int
 
 
-Sizes = tuple[Side, int, int, int]
-"""A side, the number of its rows, rows of a block, and rows of the other side that a kernel takes at a time."""
+Sizes = tuple[Side, int, int, int, bool]
+"""A side, the number of its rows, rows of a block, rows of the other side that a kernel takes at a time, and whether
+plain ranges become edges, so that a kernel has one loop."""
+
+SIDES: dict[Pass, Side] = {"forward": "q", "queries": "q", "keys": "k", "backward": "k", "plain": "q"}
+
+
+def chosen(
+    which: Pass,
+    tiles: Tiles,
+    itemsize: int,
+    head: int,
+    capability: int | None,
+    features: Sequence[str] = (),
+    measured: BlockTable | None = None,
+) -> Blocks:
+    """The block sizes of a kernel for these tiles; ``features`` of the call, masks apart."""
+    features = [*(["mask"] if tiles.masked else []), *features]
+    return blocks(which, itemsize, head, capability, features, measured, tiles.pairs / count(tiles.q_spans))
+
+
+def walk_sizes(which: Pass, sizes: Blocks, queries: int, keys: int) -> Sizes:
+    """How a kernel walks over the tiles of so many queries and keys."""
+    side = SIDES[which]
+    return side, queries if side == "q" else keys, sizes.block, sizes.step, sizes.one_loop
 
 
 def walk(tiles: Tiles, sizes: Sizes, device: torch.device) -> Walk:
@@ -73,6 +97,33 @@ def walk_numbers(tiles: Tiles, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, in
     return tiles.shared[key]
 
 
+def plain_steps(tiles: Tiles, sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """The plain ranges of each block of queries as steps, on the device; None if there are none.
+
+    Returns blocks, int32 [blocks, 3]: the block's number, the first and one past the last of its steps, the block with
+    the most steps first; and steps, int32: the first row of each.
+    """
+    key = "plain steps", tiles.geometry, sizes, device
+
+    def made() -> tuple[Tensor, Tensor] | None:
+        blocks, ranges, _ = walk_numbers(tiles, sizes)
+        step, held = sizes[3], blocks[:, 2] - blocks[:, 1]
+        index = np.concatenate([np.arange(first, last) for first, last in blocks[:, 1:3]])
+        count_of = (ranges[index, 1] - ranges[index, 0]) // step
+        place = np.arange(count_of.sum()) - np.repeat(np.cumsum(count_of) - count_of, count_of)
+        steps = np.repeat(ranges[index, 0], count_of) + step * place
+        of_block = np.bincount(np.repeat(np.arange(len(blocks)), held), count_of, len(blocks)).astype(np.int64)
+        ends = np.cumsum(of_block)
+        table = np.stack((blocks[:, 0], ends - of_block, ends), axis=1)[np.argsort(-of_block, kind="stable")]
+        table = table[: np.count_nonzero(of_block)]
+        parts = (table.astype(np.int32), steps.astype(np.int32))
+        return tuple(to_device(torch.from_numpy(part), device) for part in parts) if len(table) else None
+
+    if key not in tiles.shared:
+        tiles.shared[key] = made()
+    return tiles.shared[key]
+
+
 def in_groups(tiles: Tiles, sizes: Sizes) -> bool:
     """Whether the keys of each block, or of each step of a range, are complete groups of ``LANES`` that share dropout's
     hashes."""
@@ -85,12 +136,14 @@ def in_groups(tiles: Tiles, sizes: Sizes) -> bool:
     return tiles.derived(("in groups", sizes), found)
 
 
-def _walk(numbers: np.ndarray, side: Side, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _walk(
+    numbers: np.ndarray, side: Side, rows: int, block: int, step: int, one_loop: bool = False
+) -> tuple[np.ndarray, np.ndarray, int]:
     t = _table(numbers, side)
     first = t["a0"] // block
-    count = (t["a1"] - 1) // block - first + 1
-    tile = np.repeat(np.arange(len(count)), count)
-    number = first[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count)
+    met = (t["a1"] - 1) // block - first + 1
+    tile = np.repeat(np.arange(len(met)), met)
+    number = first[tile] + np.arange(len(tile)) - np.repeat(np.cumsum(met) - met, met)
     a0, a1, b0, b1, low, high = (t[name][tile] for name in ("a0", "a1", "b0", "b1", "low", "high"))
     masked = t["bits"][tile] >= 0
     begin, end = number * block, np.minimum((number + 1) * block, rows)
@@ -100,7 +153,7 @@ def _walk(numbers: np.ndarray, side: Side, rows: int, block: int, step: int) -> 
     # The plain range, which all rows of the block meet, in complete steps from the start.
     plain = start + -(-np.maximum(np.maximum(b0, end - 1 + low) - start, 0) // step) * step
     steps = (np.minimum(b1, begin + high + 1) - plain) // step
-    steps = np.where((a0 <= begin) & (end <= a1) & ~masked & (start < stop), np.maximum(steps, 0), 0)
+    steps = np.where((a0 <= begin) & (end <= a1) & ~masked & (start < stop), np.maximum(steps, 0), 0) * (not one_loop)
     plain = np.where(steps, plain, start)
     after = plain + steps * step
 
