@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 import megatron.context_parallel as cp
+from benchmarks.gpu.ahead import compile_ahead
 from benchmarks.gpu.rates import dtype_of, gemm_rate
 from benchmarks.gpu.stage import Case, Figures, Sizes, Stage
 from benchmarks.parallel_attention import largest_error, log_normal, run_kernel
 from megatron.context_parallel.attention import kernels
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.tiles import tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions import kernel_order
 from megatron.simulator.machines.measure_device import passes, seconds_of
@@ -30,6 +33,9 @@ def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     names = usable(sizes, device)
     stage.report["kernels"] = names
     stage.report["why_not"] = missing(sizes, device)
+    if "triton" in names:
+        jobs = [partial(masked_launches, name, sizes) for name in rules(sizes, min(sizes.masked))]
+        compile_ahead(stage, jobs, device)
     stage.report["chosen"] = {str(rows): usable(sizes, device, float(rows))[0] for rows in sizes.tiles}
     causal, masked = [], []
     for length in sizes.lengths:
@@ -118,6 +124,20 @@ def rules(sizes: Sizes, length: int) -> dict[str, Figures]:
     result["ALiBi"] = {"mask": cp.Causal(), "alibi_slopes": cp.alibi_slopes(sizes.model.heads)}
     result["dropout 0.1"] = {"mask": cp.Causal(), "dropout": Dropout(0.1, 1234, 1, samples=(0,))}
     return result
+
+
+def masked_launches(name: str, sizes: Sizes, capability: int) -> list[Launch]:
+    """The launches of our Triton kernels for a rule, of tensors without memory."""
+    length, model = min(sizes.masked), sizes.model
+    rule, kind = rules(sizes, length)[name], {"device": "meta", "dtype": torch.bfloat16}
+    heads = (model.heads, model.kv_heads, model.kv_heads)
+    q, k, v = (torch.empty(length, 1, n, model.head_dim, **kind) for n in heads)
+    slopes = torch.empty(model.heads, device="meta") if "alibi_slopes" in rule else None
+    call = Call(
+        q, k, v, model.head_dim**-0.5, rule["mask"], slopes, dropout=rule.get("dropout"), capability=capability
+    )  # fmt: skip
+    work, row = tiles(((0, length),), ((0, length),), rule["mask"]), torch.empty(length, 1, model.heads, device="meta")
+    return [call.forward(work, q, row, first=True), *call.backward(work, q, row, row, q, k, v, first=("q", "k"))]
 
 
 def masked_case(rule: Figures, kernel: str, length: int, sizes: Sizes, device: torch.device) -> Figures:

@@ -19,6 +19,7 @@ STAGES = {
     "tests": ("run_tests", "tests/gpu, by pytest or without it"),
     "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
     "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal"),
+    "kernels": ("kernels", "variants of our attention kernels: block sizes, one pass or two, short ranges"),
     "linear": ("linear", "layers with a state: fla-core's kernels and this program's, 8K to 128K"),
     "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel"),
     "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies"),
@@ -30,6 +31,8 @@ STAGES = {
 def inside(name: str, folder: Path, device: str, tiny: bool, minutes: float, keep_failed: bool) -> None:
     """Main function of a stage's process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if name == "kernels" and device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
     stage = Stage(name, folder, about(where, tiny), minutes, keep_failed)
     stage.write()

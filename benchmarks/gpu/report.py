@@ -108,6 +108,21 @@ def attention(report: Figures) -> list[str]:
     ]
 
 
+def kernels(report: Figures) -> list[str]:
+    """Each variant next to today's launches for the same mask and way."""
+    cases, rows = good(report), []
+    today = {(one["mask"], one["way"]): one["seconds"] for one in cases.values() if one["name"] == "today"}
+    for one in sorted(cases.values(), key=lambda one: (one["mask"], one["way"], one["seconds"])):
+        took = one["seconds"]
+        speed = f"{1e3 * took:.2f}", tera(one["flops_per_second"]), ratio(took, today.get((one["mask"], one["way"])))
+        rows.append([one["mask"], one["way"], one["name"], *speed, str(one["launches"])])
+    lines = table(["mask", "way", "variant", "ms", "rate", "time of today's", "launches"], rows)
+    if compiled := report.get("compiled"):
+        lines += ["", f"{compiled['kernels']} kernels compiled in {compiled['seconds']:.0f} s by {compiled['cores']} "
+                  "processes.", *(f"- not compiled: {why}" for why in compiled["not_compiled"])]  # fmt: skip
+    return lines
+
+
 def by_tiles(report: Figures) -> list[str]:
     """Equal documents: which kernel is chosen by the predicted crossover, and which was the fastest."""
     names, cases, rows = report.get("kernels", []), good(report), []
@@ -203,6 +218,7 @@ TABLES = {
     "tests": tests,
     "rates": rates,
     "attention": attention,
+    "kernels": kernels,
     "linear": linear,
     "step": step,
     "fpdt": fpdt,

@@ -65,6 +65,7 @@ class Stage:
         """Run the cases; leave out a case that, judging by earlier ones, needs more time than is left."""
         todo = [case for case in cases if case.name not in self.known]
         pace: dict[str, float] = {}  # by family: measured over expected seconds of its last case
+        self.say(f"{len(todo)} cases need about {clock(sum(case.expected for case in todo))}")
         for index, case in enumerate(todo):
             later = sum(pace.get(other.family, 1.0) * other.expected for other in todo[index:])
             self.say(f"{index + 1} of {len(todo)}, about {clock(min(later, self.left()))} left: {case.name}")

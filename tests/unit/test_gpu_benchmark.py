@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ import torch
 
 from benchmarks import fpdt, peers
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, pictures, predict, program, rates, run_tests, step
+from benchmarks.gpu import attention, kernels, pictures, predict, program, rates, run_tests, step
+from benchmarks.gpu.ahead import compiled
 from benchmarks.gpu.profile import KernelRun, group_of, hidden, summary, union
 from benchmarks.gpu.report import beside, by_tiles
 from benchmarks.gpu.stage import BROKEN, GPU, TINY, Case, Stage, compared, read
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
@@ -95,6 +98,18 @@ def test_a_stage_starts_by_spawn(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--stage", "rates", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(60))
     assert done.returncode == 0 and read(tmp_path, "rates")["finished"], done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
+def test_kernels_are_compiled_in_parallel_into_the_cache_on_disk(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    jobs = [partial(kernels.launches, each, TINY) for each in list(kernels.variants(TINY))[:2]]
+    result = compiled([*jobs, partial(sum, ())], 90, processes=2)
+    assert result["kernels"] == 4 and len(result["not_compiled"]) == 1, result
+    made = set(tmp_path.rglob("*.cubin"))
+    assert compiled(jobs, 90, processes=1)["kernels"] == 4 and set(tmp_path.rglob("*.cubin")) == made
 
 
 def test_the_report_compares_the_predicted_kernel_with_the_fastest() -> None:
