@@ -106,7 +106,7 @@ SHORT = 2560
 FOR_SHORT: dict[Pass, dict[tuple[int, int], Blocks]] = {
     "forward": {(90, 64): Blocks(64, 64, 4, 3), (90, 128): Blocks(64, 64, 4, 3)},
     "queries": {(90, 64): Blocks(64, 64, 4, 3), (90, 128): Blocks(64, 64, 4, 2)},
-    "keys": {(90, 64): Blocks(64, 64, 4, 3)},
+    "keys": {(90, 64): Blocks(64, 32, 4, 3)},
 }
 # Below this number, filling the pipelines of two more loops is expected to take longer than comparing pairs.
 ONE_LOOP = 512

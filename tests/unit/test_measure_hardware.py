@@ -433,8 +433,8 @@ def test_a_whole_file_needs_no_base(tmp_path):
             "attention_blocks.keys.64.warps: must be one of 1, 2, 4, 8, 16",
         ),
         (
-            {"attention_blocks": {"keys": {"64": {"ahead": 1}}}},
-            "attention_blocks.keys.64.ahead: must be one of false, true",
+            {"attention_blocks": {"keys": {"64": {"one_loop": 1}}}},
+            "attention_blocks.keys.64.one_loop: must be one of false, true",
         ),
         ({"attention_blocks": {"keys": {"64": {"registers": 300}}}}, "attention_blocks.keys.64.registers: must be"),
         ({"dtype": "int8"}, "dtype: must be bf16 or fp32"),

@@ -222,6 +222,21 @@ def test_a_step_of_several_words_of_a_mask(interpreted, block, step):
     check(interpreted(triton_cases.errors_in_blocks_of, case, block, step))
 
 
+def test_one_pass_only_where_it_was_measured_and_may_vary(monkeypatch):
+    table, two = {"backward": {128: Blocks(128, 64)}}, ("forward", "queries", "keys")
+    q = torch.empty(70, 1, 2, 128, dtype=torch.bfloat16, device="meta")
+    for call, expected in (
+        (Call(q, q, q, 1.0, capability=90), two),
+        (Call(q, q, q, 1.0, capability=90, measured=table), ("forward", "backward")),
+        (Call(*3 * [q[..., :64]], 1.0, capability=90, measured=table), two),
+        (Call(*3 * [q.float()], 1.0, capability=90, measured=table), two),
+    ):
+        assert call.passes() == expected
+        with monkeypatch.context() as patch:  # as --deterministic-mode sets it
+            patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+            assert call.passes() == two
+
+
 @pytest.mark.parametrize("mask", ["window", pytest.param("function", marks=pytest.mark.full)])
 def test_all_ranges_in_one_loop(interpreted, mask):
     case = Case(MASKS[mask], **ZIGZAG, **EXTRAS["softcap"])

@@ -174,7 +174,8 @@ def query_kernel(
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    PLAIN: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to dq of one block of ``BLOCK`` queries of one head, and prepares its lse and delta for `key_kernel`."""
     block = blocks + tl.program_id(0) * 5
@@ -200,7 +201,7 @@ def query_kernel(
         row_key = tl.load(row_keys + tl.program_id(1).to(tl.int64) * q_rows + rows, mask=here, other=0)
         column_keys += b * k_rows
     total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
-    for kind in tl.static_range(3 if MASKED else 2):
+    for kind in tl.static_range(0 if PLAIN else 1, 3 if MASKED else 2):
         total = _walk_keys(
             total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, tl.load(block + 1 + kind),
             tl.load(block + 2 + kind), bits, q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd,
@@ -293,8 +294,8 @@ def key_kernel(
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
-    DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    DV: tl.constexpr, MASKED: tl.constexpr, FIRST: tl.constexpr, PLAIN: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to dk (if DK) and dv (if DV) of one block of ``BLOCK`` keys of one key head, from all its query heads.
 
@@ -330,7 +331,7 @@ def key_kernel(
         dq_head = dq
         if DQ:
             dq_head = dq + b * dq_sb + wide * dq_sh
-        for kind in tl.static_range(3 if MASKED else 2):
+        for kind in tl.static_range(0 if PLAIN else 1, 3 if MASKED else 2):
             dk_total, dv_total = _walk_queries(
                 dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, dq_head, ready_lse + ready,
                 ready_delta + ready, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at,

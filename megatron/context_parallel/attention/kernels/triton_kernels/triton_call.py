@@ -295,7 +295,7 @@ class Call:
             "STEP": sizes.step,
             "MASKED": bits is not None,
             "FIRST": first,
-            **({"PLAIN": True} if which == "forward" else {}),
+            "PLAIN": not sizes.one_loop,
             "ALIBI": self.slopes is not None,
             "CAPPED": capped,
             "DROPS": drops,
