@@ -272,7 +272,7 @@ def _loss(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) ->
         return norm + max(logits, after)
     piece, rows = (size * chunks.loss_rows // chunks.all_rows for size in (sizes.logits, sizes.whole))
     together = min(pieces_together(rows // shape.hidden // itemsize, shape.hidden, itemsize), chunks.loss)
-    computing = piece * (3 if narrow else 1) + (piece * together if together > 1 else 0)
+    computing = piece * (3 if narrow and not fused else 1) + (piece * together if together > 1 else 0)
     adding = piece * together + (weight * itemsize // PARTS if narrow else 0)
     return norm + state + weight * WIDE + max(computing, adding)
 

@@ -128,7 +128,12 @@ def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, 
 
 
 @pytest.mark.parametrize(
-    "world, grid", [(1, fpdt(22, STREAM)), *also_in_full((2, f"{T2} {SP} {fpdt(22, FULL)}"), (1, "--ffn-chunks 3"))]
+    "world, grid",
+    [
+        (1, fpdt(22, STREAM)),
+        *also_in_full((2, f"{T2} {SP} {fpdt(22, FULL)}"), (1, "--ffn-chunks 3")),
+        *also_in_full((2, f"{T2} {SP} --zero-stage 1"), (2, "--pipeline-model-parallel-size 2 --zero-stage 1")),
+    ],
 )
 def test_layers_that_add_to_the_buffers_themselves(pool, on_one_process, world, grid):
     model = f"{GQA} --num-layers 2 "

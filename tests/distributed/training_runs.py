@@ -7,8 +7,8 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -103,25 +103,20 @@ def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[
 
 
 def run_training_with_fused_sums(flags: str, steps: int) -> tuple[list[float], list[float], dict]:
-    """Like :func:`run_training`, with a stand-in for the GPU kernel that adds weight gradients to DDP's buffers."""
-    from megatron.core.tensor_parallel import layers
+    """Like :func:`run_training`; products add to DDP's sums, as on a GPU."""
+    from megatron.training.model import core_config, weight_gradients
 
     calls = []
 
-    def add(x: torch.Tensor, dy: torch.Tensor, total: torch.Tensor) -> None:
+    def add(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         calls.append(total)
-        total.addmm_(dy.t(), x)
+        total.addmm_(a, b)
 
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add)
-    try:
-        job = make_job(flags)
-        for chunk in job.chunks:
-            for module in chunk.modules():
-                if hasattr(module, "gradient_accumulation_fusion"):
-                    module.gradient_accumulation_fusion = True
-        result = train_job(job, steps)
-    finally:
-        del layers.fused_weight_gradient_mlp_cuda
+    with (
+        mock.patch.object(core_config, "products_add", lambda _, dtype: weight_gradients.products_add(True, dtype)),
+        mock.patch.object(weight_gradients, "add_product", add),
+    ):
+        result = train_job(make_job(flags), steps)
     assert calls
     return result
 

@@ -14,9 +14,10 @@ gradients. Log-probabilities (log_probs.py) get these weights in the backward pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from math import ceil
 from typing import Any
 
@@ -60,6 +61,10 @@ class OutputRule:
     def parts(self) -> int:
         """Over how many TP ranks the tokens are split."""
         return self.tensor.size if self.sequence_parallel else 1
+
+    def real_columns(self, width: int) -> int:
+        """How many of this TP rank's ``width`` columns are no padding."""
+        return max(min(self.vocab_size - self.tensor.rank * width, width), 0)
 
 
 def chunked_linear_cross_entropy(
@@ -289,23 +294,98 @@ def loss_and_gradient(
     """The weighted sum of the losses of some tokens and the gradient of their logits, computed span by span."""
     total, grads = scale.new_zeros(()), None
     for start, stop in spans:
-        logits, slope = logits_of_rows(tokens[start:stop], weight, bias, rule, scale.dtype, needs_grad)
         scales = [None if x is None else x[start:stop] for x in (scale, entropy_scale)]
-        losses, entropies, grad = cross_entropy(logits, targets[start:stop], rule, *scales, needs_grad=needs_grad)
+        losses, entropies, grad = row_losses(
+            tokens[start:stop], weight, bias, targets[start:stop], rule, *scales, needs_grad=needs_grad
+        )
         total += (losses * scales[0]).sum()
         if entropies is not None:
             total += (entropies * scales[1]).sum()
         if needs_grad:
-            if slope is not None:
-                grad.mul_(slope.square_().neg_().add_(1))  # the derivative of the soft-cap
-            if rule.temperature != 1:
-                grad.div_(rule.temperature)
             if len(spans) == 1:
-                return total, grad.to(weight.dtype)
-            grads = grad.new_empty((tokens.size(0), grad.size(1)), dtype=weight.dtype) if grads is None else grads
+                return total, grad
+            grads = grad.new_empty((tokens.size(0), grad.size(1))) if grads is None else grads
             grads[start:stop] = grad
-        del logits, grad, slope
+        del grad
     return total, grads
+
+
+def row_losses(
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    rule: OutputRule,
+    scale: Tensor | None = None,
+    entropy_scale: Tensor | None = None,
+    *,
+    entropy: bool = False,
+    needs_grad: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses [tokens], entropies [tokens], and the gradient of the logits in the dtype of the weight.
+
+    Args, and what is returned: see :func:`cross_entropy`.
+    """
+    if kernels := loss_kernels(weight):
+        logits = tokens @ weight.t()
+        losses, entropies = cross_entropy_by_kernel(
+            kernels, logits, bias, targets, rule, scale, entropy_scale, needs_grad
+        )
+        return losses, entropies if entropy or entropy_scale is not None else None, logits if needs_grad else None
+    wide = accumulation_dtype(tokens.dtype)
+    logits, slope = logits_of_rows(tokens, weight, bias, rule, wide, needs_grad)
+    losses, entropies, grad = cross_entropy(
+        logits, targets, rule, scale, entropy_scale, entropy=entropy, needs_grad=needs_grad
+    )
+    if needs_grad:
+        if slope is not None:
+            grad.mul_(slope.square_().neg_().add_(1))  # the derivative of the soft-cap
+        if rule.temperature != 1:
+            grad.div_(rule.temperature)
+        grad = grad.to(weight.dtype)
+    return losses, entropies, grad
+
+
+@replaceable
+def loss_kernels(weight: Tensor) -> tuple[Callable, Callable] | None:
+    """Triton's kernels for logits in the dtype of the weight: see loss_kernel.py. None: they cannot run."""
+    if not weight.is_cuda or weight.dtype == torch.float64 or find_spec("triton") is None:
+        return None
+    from megatron.context_parallel.fpdt.loss_kernel import row_sums, write_gradient
+
+    return row_sums, write_gradient
+
+
+def cross_entropy_by_kernel(
+    kernels: tuple[Callable, Callable],
+    logits_TV: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    rule: OutputRule,
+    scale: Tensor | None,
+    entropy_scale: Tensor | None,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Losses and entropies in fp32 from logits that are not capped yet; with ``needs_grad`` their gradient replaces
+    them. See :func:`cross_entropy`."""
+    width, (row_sums, write_gradient) = logits_TV.size(1), kernels
+    how = rule.real_columns(width), rule.tensor.rank * width, rule.softcap, rule.temperature
+    largest, target, total, weighted = row_sums(logits_TV, bias, targets, *how)
+    if rule.tensor.size > 1:
+        own = largest.clone()
+        all_reduce(largest, rule.tensor, dist.ReduceOp.MAX)
+        lower = own - largest  # the sums are relative to the largest logit
+        shrink = torch.where(total > 0, lower.exp(), 0.0)
+        sums = torch.stack([target, shrink * total, torch.where(total > 0, shrink * (weighted + lower * total), 0.0)])
+        all_reduce(sums, rule.tensor, dist.ReduceOp.SUM)
+        target, total, weighted = sums
+    losses, entropies = total.log() - (target - largest), total.log() - weighted / total
+    if needs_grad:
+        # With p = exp(z) / total and z = x - largest: d entropy / dx = -p (z - sum of p z).
+        share = torch.zeros_like(total) if entropy_scale is None else entropy_scale / total
+        factors = torch.stack([largest, scale / total + share * weighted / total, share, scale])
+        write_gradient(logits_TV, bias, targets, factors, *how)
+    return losses, entropies
 
 
 def logits_of_rows(
@@ -321,9 +401,8 @@ def logits_of_rows(
         logits = logits * rule.softcap if keep_slope else logits.mul_(rule.softcap)
     if rule.temperature != 1:
         logits.div_(rule.temperature)
-    width = logits.size(1)
-    real = max(min(rule.vocab_size - rule.tensor.rank * width, width), 0)
-    if real < width:
+    real = rule.real_columns(logits.size(1))
+    if real < logits.size(1):
         logits[:, real:] = torch.finfo(wide).min  # finite: entropies multiply it by a probability of 0
     return logits, slope
 

@@ -22,6 +22,7 @@ from megatron.context_parallel.fpdt.chunked_loss import (
     all_reduce,
     cross_entropy,
     logits_of_rows,
+    row_losses,
     walk,
     weighted_sum,
 )
@@ -125,15 +126,18 @@ class _LogProbs(torch.autograd.Function):
             if not part.tokens.size(0):
                 continue
             (targets,) = part.values
-            logits, _ = logits_of_rows(part.tokens, weight, bias, rule, wide)
-            chosen = _greedy(logits, targets, rule) if greedy else None
-            losses, entropies, _ = cross_entropy(logits, targets, rule, entropy=entropy)
             if greedy:
+                logits, _ = logits_of_rows(part.tokens, weight, bias, rule, wide)
+                chosen = _greedy(logits, targets, rule)
+                losses, entropies, _ = cross_entropy(logits, targets, rule, entropy=entropy)
                 chosen = (chosen & losses.isfinite()).to(wide)  # NaN is never exceeded, so it would count as chosen
+                del logits
+            else:
+                losses, entropies, _ = row_losses(part.tokens, weight, bias, targets, rule, entropy=entropy)
+                chosen = None
             every = torch.stack([x for x in (-losses, entropies, chosen) if x is not None], dim=1)
             start, stop = part.span
             scores[:, :, start:stop] = part.with_others(every).t().reshape(-1, rule.parts, stop - start, shape[-1])
-            del logits
         ctx.save_for_backward(hidden, weight, bias, tokens, wanted)
         ctx.rule, ctx.entropy = rule, entropy
         return scores.view(-1, rule.parts * rows, shape[-1])

@@ -373,13 +373,15 @@ def _leave(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[
 
 
 def _weight_grad(name: str, strategy: Strategy, tokens: float, n: int, k: int, count: int) -> tuple[Kernel, ...]:
-    """The product, and the kernel that adds it to an fp32 gradient.
+    """The product, which adds to DDP's fp32 gradient itself, or a kernel does.
 
-    DDP has main gradients to add to. FSDP reduces gradients once per micro-batch; only a layer that runs in ``count``
-    chunks has an fp32 sum: the first chunk is cast up, and the sum down.
+    FSDP reduces gradients once per micro-batch; only a layer that runs in ``count`` chunks has an fp32 sum: the first
+    chunk is cast up, and the sum down.
     """
     product, each = gemm(name + "_wgrad", n, k, tokens, backward=True), BF16 + 2 * FP32
-    if strategy.zero > 1 and strategy.fused:
+    if strategy.fused and strategy.zero < 2:
+        return (replace(product, bytes=product.bytes + (2 * FP32 - BF16) * n * k),)
+    if strategy.fused:
         if not (strategy.fpdt_chunk or (strategy.ffn_chunks and name.startswith("mlp"))):
             return (product,)
         each = (2 * (BF16 + FP32) + (count - 1) * each) / count

@@ -123,14 +123,14 @@ def _kernels(kernel: Kernel, shape: Shape, program: Program, linear: bool) -> tu
     if kernel.kind == "memory":
         return (replace(kernel, bytes=kernel.bytes * _traffic(kernel, shape, program.runs)),)
     _, m, n, k = kernel.shape
-    sums = program.runs == "fused" and kernel.name.endswith("_wgrad")
-    out = (2 * program.gradients if sums else BF16) * m * n
+    weight_grad = kernel.name.endswith("_wgrad")
+    out = (2 * program.gradients if weight_grad and program.runs == "fused" else BF16) * m * n
     if not (program.fp8 and linear):
-        return (replace(kernel, bytes=BF16 * (m * k + n * k) + out),) if sums else (kernel,)
+        return (replace(kernel, bytes=BF16 * (m * k + n * k) + out),) if weight_grad else (kernel,)
     # A forward product casts its input and its weight; Transformer Engine keeps the cast weight between micro-batches.
     # The input gradient's product casts its gradient; the weight gradient's product uses both casts again.
     weight = 0.0 if kernel.backward or program.runs == "fused" else n * k
-    cast = 0.0 if kernel.name.endswith("_wgrad") else m * k + weight
+    cast = 0.0 if weight_grad else m * k + weight
     product = replace(kernel, itemsize=1, bytes=m * k + n * k + out)
     return (product, memory("cast", CAST_BYTES * cast, backward=kernel.backward)) if cast else (product,)
 

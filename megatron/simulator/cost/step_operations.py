@@ -28,6 +28,8 @@ from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 # Bytes per logit that megatron-core's cross-entropy reads and writes. Forward: cast to fp32 6, largest 4, subtract 8,
 # exp 12, sum 4, the label's 4, divide 8. Backward: the label's 8, scale 8, cast to bf16 6, add to it 4.
 FORWARD, BACKWARD = 46, 26
+# In chunks, of this program's two kernels (fpdt/loss_kernel.py), and of the copy that collects the gradients of chunks.
+CHUNK_FORWARD, CHUNK_BACKWARD, COLLECTED = 2, 4, 4
 LOSS_SUMS = 3  # numbers per token that it reduces over TP: largest logit, label's logit, sum of exponentials
 
 
@@ -51,7 +53,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
     """Forward pass of the loss for ``tokens`` of a TP group in ``chunks`` (0: not cut)."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
-    entropy = memory("cross_entropy", FORWARD * rows * vocab)
+    entropy = memory("cross_entropy", (CHUNK_FORWARD if chunks and strategy.fused else FORWARD) * rows * vocab)
     sums = (collective("all_reduce", "tp", strategy.group("tp"), FP32 * rows, count=LOSS_SUMS),)
     return [
         Segment((memory("norm", 2 * BF16 * tokens // strategy.tensor * shape.hidden),)),
@@ -65,14 +67,17 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
     """Backward pass of the loss. A chunk's pass directly follows its forward pass, and overlaps no gather of tokens."""
     pieces, groups = chunks or 1, _groups(shape, strategy, tokens, chunks)
     rows, vocab = tokens / pieces, padded_vocab(shape.vocab, strategy.tensor) // strategy.tensor
-    entropy = memory("cross_entropy", BACKWARD * rows * vocab, backward=True)
+    by_kernel = CHUNK_BACKWARD + COLLECTED * (groups < pieces)
+    entropy = memory(
+        "cross_entropy", (by_kernel if chunks and strategy.fused else BACKWARD) * rows * vocab, backward=True
+    )
     together = tokens / groups
     dgrad = gemm("logits_dgrad", together, shape.hidden, vocab, backward=True)
     wgrad = gemm("logits_wgrad", vocab, shape.hidden, together, backward=True)
     sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
     leave = leaving(strategy, shape.hidden, together)
+    wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)  # adds to a sum
     if chunks:
-        wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)
         # The sum is scaled: with FSDP in place and then cast down, otherwise while it is added to the main gradient.
         summed = (BF16 if strategy.zero > 1 else 0) + 3 * FP32
         summed *= vocab * shape.hidden * strategy.fused
@@ -83,8 +88,8 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
             Segment((wide,) if strategy.fused else (wgrad, sums), count=groups),
             Segment((memory("main_grad", summed, backward=True),) if summed else ()),
         ]
-    added = () if strategy.zero > 1 and strategy.fused else (sums,)
-    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment((wgrad, *added), leave)]
+    added = ((wide,) if strategy.zero < 2 else (wgrad,)) if strategy.fused else (wgrad, sums)
+    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment(added, leave)]
 
 
 def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:

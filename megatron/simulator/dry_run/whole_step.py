@@ -179,7 +179,19 @@ def _all_spans(few: Pass, more: Pass, units: float) -> list[Interval]:
     spans = list(more.spans[: cut + extra])
     for time in range(1, int(units) + 1):
         spans += _shifted(more.spans[cut : cut + extra], time * step)
-    return [*spans, *_shifted(more.spans[cut + extra :], units * step)]
+    return _in_turn([*spans, *_shifted(more.spans[cut + extra :], units * step)])
+
+
+def _in_turn(spans: list[Interval]) -> list[Interval]:
+    """The spans, each beginning after the one before on its stream. A pass in which only some layers wait for the host
+    is not periodic, so that its repeated layers overlap by microseconds."""
+    ends: dict[str, float] = {}
+    result = []
+    for stream, kind, begin, end, name in spans:
+        begin = max(begin, ends.get(stream, begin))
+        ends[stream] = end = max(begin, end)
+        result.append(Interval(stream, kind, begin, end, name))
+    return result
 
 
 def _first_extra(few: list[Interval], more: list[Interval]) -> int | None:

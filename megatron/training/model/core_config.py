@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from megatron.core.enums import Fp8Recipe
-from megatron.core.tensor_parallel import layers as core_layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -20,6 +19,7 @@ from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.arguments.models import activation, is_gated
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute
+from megatron.training.model.weight_gradients import products_add
 
 # Settings of the model with the same name in core.
 SAME_IN_CORE = """
@@ -98,9 +98,8 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         activation_func_clamp_value=limit,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
-        # The fused kernel adds to DDP's buffers. FSDP has none, and bf16 buffers are too coarse for sums over chunks.
-        gradient_accumulation_fusion=on_gpu
-        and core_layers._grad_accum_fusion_available
+        # Products add to DDP's buffers. FSDP has none, and bf16 buffers are too coarse for sums over chunks.
+        gradient_accumulation_fusion=products_add(on_gpu, dtype)
         and not (in_chunks(config) and parallel.grad_reduce_in_bf16)
         and parallel.zero_stage < 2,
         deterministic_mode=config.run.deterministic_mode,

@@ -325,7 +325,20 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         stack.enter_context(replaced(mixer.chosen_kernel, lambda _: lambda *_, **__: "blocks"))
         stack.enter_context(replaced(block_scan.launch, lambda _: partial(SimulatedLaunch, recorder)))
         stack.enter_context(replaced(chunked_loss.adds_wide, lambda _: lambda *_: True))
+        stack.enter_context(replaced(chunked_loss.loss_kernels, lambda _: partial(_loss_kernels, recorder)))
         yield
+
+
+def _loss_kernels(recorder: Recorder, weight: Tensor) -> tuple[Callable, Callable]:
+    """Replaces Triton's kernels (context_parallel/fpdt/loss_kernel.py)."""
+
+    def row_sums(logits: Tensor, bias: Tensor | None, targets: Tensor, *_: Any) -> Tensor:
+        return torch.zeros((4, logits.size(0)), dtype=torch.float32)
+
+    def write_gradient(logits: Tensor, bias: Tensor | None, targets: Tensor, factors: Tensor, *_: Any) -> Tensor:
+        return logits  # written in their place
+
+    return _as_one(recorder, row_sums), _as_one(recorder, write_gradient)
 
 
 def _rotate(x: Tensor, angles: Tensor, settings: rope.Rope, sign: int) -> Tensor:
