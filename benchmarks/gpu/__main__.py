@@ -7,6 +7,7 @@ import argparse
 import multiprocessing as mp
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -29,15 +30,18 @@ def main(argv: list[str] | None = None, start: str = "spawn") -> int:
     args = arguments(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     device = args.device if args.device != "auto" else ("cuda" if gpus() else "cpu")
-    failed = []
-    for name in args.stage or STAGES:
+    failed, names = [], list(args.stage or STAGES)
+    end = time.monotonic() + 60 * args.minutes
+    for at, name in enumerate(names):
         before = read(args.output, name)
         if before and before.get("finished") and not args.again:
             print(f"[{name}] is done: {args.output / name}.json; repeat it with --again", flush=True)
             continue
         if args.again:
             (args.output / f"{name}.json").unlink(missing_ok=True)
-        why = run_stage(name, args, device, start)
+        shares = [STAGES[later][2] for later in names[at:]]
+        minutes = max(end - time.monotonic(), 1.0) / 60 * shares[0] / sum(shares)
+        why = run_stage(name, args, device, start, minutes)
         if why:
             failed.append(name)
             print(f"[{name}] failed: {why}", flush=True)
@@ -52,7 +56,7 @@ def main(argv: list[str] | None = None, start: str = "spawn") -> int:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    stages = "\n".join(f"  {name:10} {what}" for name, (_, what) in STAGES.items())
+    stages = "\n".join(f"  {name:10} {what}" for name, (_, what, _) in STAGES.items())
     parser = argparse.ArgumentParser(
         prog="gpu.sh",
         description="Measurements that need a GPU, in stages. A stage that is done is not repeated, one that was "
@@ -66,7 +70,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tiny", action="store_true", help="tiny sizes that a CPU runs in seconds; the default on a CPU"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="limit for a stage (9)")
+    later = "limit for the run (14), shared by its stages; the next run into this folder measures what was left out"
+    parser.add_argument("--minutes", type=float, default=14.0, help=later)
     args = parser.parse_args(argv)
     if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes:g}: give a number above 0")
@@ -79,20 +84,20 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def run_stage(name: str, args: argparse.Namespace, device: str, start: str) -> str | None:
-    """Run a stage; returns why it failed, or None."""
+def run_stage(name: str, args: argparse.Namespace, device: str, start: str, minutes: float) -> str | None:
+    """Run a stage for at most ``minutes``; returns why it failed, or None."""
     context = mp.get_context(start)
     for attempt in range(1 + RESTARTS):
         tiny = args.tiny or device == "cpu"
-        process = context.Process(target=inside, args=(name, args.output, device, tiny, args.minutes, attempt > 0))
+        process = context.Process(target=inside, args=(name, args.output, device, tiny, minutes, attempt > 0))
         process.start()
-        process.join(60 * args.minutes + GRACE)
+        process.join(60 * minutes + GRACE)
         if process.is_alive():
             process.terminate()  # this also ends the programs that it has started
             process.join(10)
             process.kill()
             process.join()
-            return f"stopped after {args.minutes:g} minutes"
+            return f"stopped after {minutes:.2g} minutes"
         if process.exitcode != BROKEN:
             break
     report = read(args.output, name) or {}

@@ -15,16 +15,17 @@ import torch
 
 from benchmarks.gpu.stage import GPU, TINY, Stage, reason
 
+# By name: module, contents, and the share of the time that a run is given, over those of the stages that follow.
 STAGES = {
-    "tests": ("run_tests", "tests/gpu, by pytest or without it"),
-    "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator"),
-    "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal"),
-    "kernels": ("kernels", "variants of our attention kernels: block sizes, one pass or two, short ranges"),
-    "linear": ("linear", "layers with a state: fla-core's kernels and this program's, 8K to 128K"),
-    "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel"),
-    "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies"),
-    "longest": ("longest", "the longest context on this GPU within its host memory"),
-    "simulator": ("predict", "the simulator's predictions for all of these"),
+    "tests": ("run_tests", "tests/gpu, by pytest or without it", 2),
+    "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator", 1),
+    "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal", 2),
+    "kernels": ("kernels", "variants of our attention kernels: block sizes, one pass or two, short ranges", 2),
+    "linear": ("linear", "layers with a state: fla-core's kernels and this program's, 8K to 128K", 1),
+    "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel", 2),
+    "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies", 2),
+    "longest": ("longest", "the longest context on this GPU within its host memory", 1),
+    "simulator": ("predict", "the simulator's predictions for all of these", 0.5),
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from megatron.formulas.strategy import Shape
 
 Figures = dict[str, Any]
+LEFT_OUT = "left out"  # how the reason begins if the time was too short; the next run makes up for it
 BROKEN = 75  # exit code of a stage whose GPU context is lost: remaining cases need a new process
 
 
@@ -39,7 +40,7 @@ class Stage:
     """The figures of one stage, in ``folder``/``name``.json.
 
     Attributes:
-        report: ``finished`` (all cases are done or left out) and ``cases``, by name the figures, or ``failed`` with the
+        report: ``finished`` (no case was left out for time) and ``cases``, by name the figures, or ``failed`` with the
             reason.
 
     Args:
@@ -71,7 +72,7 @@ class Stage:
             self.say(f"{index + 1} of {len(todo)}, about {clock(min(later, self.left()))} left: {case.name}")
             expected, left = pace.get(case.family, 1.0) * case.expected, self.left()
             if expected > left:
-                skipped = f"left out: it takes about {expected:.0f} s, the stage has {left:.0f} s left"
+                skipped = f"{LEFT_OUT}: it takes about {expected:.0f} s, the stage has {left:.0f} s left"
                 self.keep(case.name, {"failed": skipped})
                 continue
             begin = time.monotonic()
@@ -93,7 +94,9 @@ class Stage:
         self.write()
 
     def finish(self) -> None:
-        self.report |= {"finished": True, "seconds": round(time.monotonic() - self.begun, 1)}
+        reasons = [str(figures.get("failed", "")) for figures in self.report["cases"].values()]
+        complete = not any(reason.startswith(LEFT_OUT) for reason in reasons)
+        self.report |= {"finished": complete, "seconds": round(time.monotonic() - self.begun, 1)}
         self.write()
 
     def write(self) -> None:
