@@ -12,6 +12,8 @@ from megatron.formulas.strategy import Shape, Strategy
 DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
 BUCKET = 40_000_000  # smallest bucket of core's DDP (--overlap-grad-reduce), or a million per rank
 
+CONVOLVED = 8  # largest width of a convolution
+
 Tensor = tuple[int, int]
 """Rows and columns; a vector has one column."""
 
@@ -35,6 +37,12 @@ class StageParameters:
     def tensors(self) -> tuple[Tensor, ...]:
         """All but the experts."""
         return self.embedding + self.layer * self.layers + self.routed + self.final
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """What Muon updates: matrices of layers without experts. A convolution has few columns, but three dims."""
+        inside = self.layer * self.layers + self.routed
+        return tuple(tensor for tensor in inside if tensor[1] > CONVOLVED)
 
     @property
     def numel(self) -> int:
@@ -216,8 +224,8 @@ def rank_parameters(shape: Shape, strategy: Strategy, stage: int) -> StageParame
 def rank_states(held: StageParameters, strategy: Strategy, itemsize: int) -> States:
     """Bytes of model states of a rank under a strategy; ``held``: its parameters."""
     ranks, holders = strategy.group("dp").size, strategy.group("expert dp").size
-    bucketed = strategy.overlap_grad_reduce
-    return model_states(held, strategy.zero, ranks, itemsize, bucketed=bucketed, expert_ranks=holders)
+    options = {"bucketed": strategy.overlap_grad_reduce, "muon": strategy.muon}
+    return model_states(held, strategy.zero, ranks, itemsize, expert_ranks=holders, **options)
 
 
 def _latents(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
@@ -248,8 +256,11 @@ def model_states(
     *,
     bucketed: bool = True,
     expert_ranks: int = 1,
+    muon: bool = False,
 ) -> States:
     """Bytes of a rank's parameters, gradients and Adam states (mixed precision: 2 + 4 + 12 each; fp32: 4 + 4 + 8).
+
+    A matrix that Muon updates has one state instead of two, 4 bytes less.
 
     The step counter of PyTorch's Adam, 4 bytes per tensor, is not counted.
 
@@ -260,36 +271,61 @@ def model_states(
         itemsize: bytes of a number in the compute dtype.
         bucketed: --overlap-grad-reduce: several buckets, each padded under ZeRO 1.
         expert_ranks: number of ranks that hold the same experts, over which ZeRO 1 splits their states.
+        muon: --optimizer muon. Under ZeRO 1, the states are those of the rank that has the fewest matrices.
     """
-    narrow = itemsize < 4
+    narrow, options = itemsize < 4, {"bucketed": bucketed, "muon": muon}
     if parameters.experts:
         of_experts = model_states(
-            StageParameters((), (), 0, parameters.experts), zero, expert_ranks, itemsize, bucketed=bucketed
+            StageParameters((), parameters.experts, 1, ()), zero, expert_ranks, itemsize, **options
         )
-        of_others = model_states(replace(parameters, experts=()), zero, ranks, itemsize, bucketed=bucketed)
+        of_others = model_states(replace(parameters, experts=()), zero, ranks, itemsize, **options)
         return States(*(getattr(of_experts, f.name) + getattr(of_others, f.name) for f in fields(States)))
     if zero >= 2:
         shard = shard_numel(parameters.tensors, ranks)
-        return States(4 * shard, 4 * shard, 8 * shard)
+        less = 4 * shard_numel(parameters.matrices, ranks) if muon else 0
+        return States(4 * shard, 4 * shard, 8 * shard - less)
     if zero == 0:
-        numel = parameters.numel
-        return States(itemsize * numel, 4 * numel, (12 if narrow else 8) * numel)
-    buffer = _padded(parameters, ranks, max(BUCKET, 1_000_000 * ranks) if bucketed and ranks > 1 else None)
-    share = buffer // ranks
-    return States(itemsize * buffer, 4 * buffer, (12 if narrow else 8) * share)
+        count, less = parameters.numel, 4 * numel(parameters.matrices) if muon else 0
+        return States(itemsize * count, 4 * count, (12 if narrow else 8) * count - less)
+    buckets = _buckets(parameters, ranks, max(BUCKET, 1_000_000 * ranks) if bucketed and ranks > 1 else None)
+    buffer = buckets[-1][1]
+    less = 4 * _fewest(ranks, buckets) if muon else 0
+    return States(itemsize * buffer, 4 * buffer, (12 if narrow else 8) * (buffer // ranks) - less)
 
 
-def _padded(parameters: StageParameters, ranks: int, bucket: int | None) -> int:
-    """Elements of core's buffer under ZeRO 1 (core/distributed/param_and_grad_buffer.py).
+Buckets = list[tuple[int, int, list[tuple[int, int]]]]
+"""Buckets of core's buffer: first element, end, and the first element and end of each matrix of a layer."""
+
+
+def _buckets(parameters: StageParameters, ranks: int, bucket: int | None) -> Buckets:
+    """core's buffer under ZeRO 1 (core/distributed/param_and_grad_buffer.py).
 
     Parameters start at multiples of 64, buckets end at multiples of the ranks and of 128.
     """
     step, end, start = lcm(ranks, 128), 0, 0
-    for rows, columns in reversed(parameters.tensors):
-        end = -(-end // 64) * 64 + rows * columns
+    done, matrices, every = [], [], parameters.tensors
+    inside = range(len(parameters.embedding), len(every) - len(parameters.final))
+    for index, (rows, columns) in reversed(list(enumerate(every))):
+        begin = -(-end // 64) * 64
+        end = begin + rows * columns
+        if index in inside and columns > CONVOLVED:
+            matrices.append((begin, end))
         if bucket is not None and end - start >= bucket:
-            start = end = -(-end // step) * step
-    return -(-end // step) * step
+            end = -(-end // step) * step
+            done.append((start, end, matrices))
+            start, matrices = end, []
+    return [*done, (start, -(-end // step) * step, matrices)]
+
+
+def _fewest(ranks: int, buckets: Buckets) -> int:
+    """Elements of matrices on the rank that has fewest, if each bucket is split evenly."""
+    counts = [0] * ranks
+    for start, end, matrices in buckets:
+        share = (end - start) // ranks
+        for begin, stop in matrices:
+            for rank in range((begin - start) // share, (stop - 1 - start) // share + 1):
+                counts[rank] += min(stop, start + (rank + 1) * share) - max(begin, start + rank * share)
+    return min(counts)
 
 
 def numel(tensors: tuple[Tensor, ...]) -> int:

@@ -281,6 +281,7 @@ class Strategy:
         fused: a single kernel rotates queries and keys, and one matrix product adds several chunks of the loss to its
             weight's gradient. False: several operations for each chunk, as in the papers' programs, whose FPDT also
             loads the next key chunk's queries during the last tile.
+        muon: matrices are updated by Muon, which keeps one state instead of Adam's two.
     """
 
     tensor: int = 1
@@ -310,6 +311,7 @@ class Strategy:
     last_less: int = 0
     expert: int = 1
     expert_tensor: int = 1
+    muon: bool = False
 
     def but(self, **changes: Any) -> Strategy:
         """This strategy with other values of some fields."""

@@ -243,7 +243,7 @@ def test_entry_point_defaults_must_exist():
         ("--num-layers", ["--num-layers", "expected one argument"]),
         ("--rampup-batch-size 1 2", ["--rampup-batch-size", "3"]),
         ("--lr nan", ["--lr", "nan"]),
-        ("--optimizer muon", ["--optimizer muon", "adam, sgd"]),
+        ("--optimizer lion", ["--optimizer lion", "adam, sgd, muon"]),
         ("--zero-stage 4", ["--zero-stage 4", "0, 1, 2, 3"]),
         ("--ckpt-format safetensors", ["--ckpt-format safetensors", "torch_dist"]),
         ("--attention-kernel xformers", ["--attention-kernel xformers", "flash_attn"]),

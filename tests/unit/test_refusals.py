@@ -165,7 +165,7 @@ def test_one_refusal_alone_stays_one_line():
 def test_words_and_settings_are_refused_together_in_order():
     """Order: malformed values, unknown flags, refused flags, other values, conflicts; each once, no consequences."""
     refusal = refused_with_command(
-        f"{ACCEPTED} --lazy-mpu-init 1 --seq-lenght 128 --optimizer muon --clip-grad x --zero-stage 7 "
+        f"{ACCEPTED} --lazy-mpu-init 1 --seq-lenght 128 --optimizer lion --clip-grad x --zero-stage 7 "
         "--ulysses-parallel-size 3 --recompute-granularity full --load-optim-state"
     )
     assert isinstance(refusal, Refusals) and refusal.lines == [
@@ -174,7 +174,7 @@ def test_words_and_settings_are_refused_together_in_order():
         "--load-optim-state is not a known flag: --help lists them",
         "--lazy-mpu-init: weights are always created at start-up: leave it out",
         "--zero-stage 7: not supported; choose from 0, 1, 2, 3",
-        "--optimizer muon: not supported; choose from adam, sgd",
+        "--optimizer lion: not supported; choose from adam, sgd, muon",
         "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower a size",
         "--ulysses-parallel-size 3 does not divide the 8 query heads of a TP rank (--num-attention-heads 8, TP 1): use "
         "--ulysses-parallel-size 1 --ring-parallel-size 3; with unequal shares, attention would take 12% longer",

@@ -255,4 +255,5 @@ def strategy_of(config: Config) -> Strategy:
         sequence_parallel=parallel.sequence_parallel,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        muon=config.optimizer.optimizer == "muon",
     )

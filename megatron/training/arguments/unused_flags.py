@@ -46,8 +46,14 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         lambda c: c.parallel.zero_stage < 2,
         "ddp_bucket_size overlap_grad_reduce",
     ),
-    ("read only with --optimizer adam", lambda c: c.optimizer.optimizer == "adam", "adam_beta1 adam_beta2 adam_eps"),
+    ("not read with --optimizer sgd", lambda c: c.optimizer.optimizer != "sgd", "adam_beta1 adam_beta2 adam_eps"),
     ("read only with --optimizer sgd", lambda c: c.optimizer.optimizer == "sgd", "sgd_momentum"),
+    (
+        "read only with --optimizer muon",
+        lambda c: c.optimizer.optimizer == "muon",
+        "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_coefficient_type "
+        "muon_num_ns_steps muon_fp32_matmul_prec muon_tp_mode muon_scalar_optimizer",
+    ),
     (
         "read only with --fp16 and without --loss-scale",
         lambda c: c.optimizer.fp16 and c.optimizer.loss_scale is None,

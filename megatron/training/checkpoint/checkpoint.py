@@ -50,6 +50,7 @@ from megatron.training.checkpoint.sharded_state import (
 )
 from megatron.training.families.same_network import differences, flat, of_run
 from megatron.training.model.core_config import compute_dtype
+from megatron.training.model.weights import unwrap
 from megatron.training.refusal import Refusal
 
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
@@ -311,13 +312,6 @@ def gather_parameters(chunks: Sequence[nn.Module], config: Config) -> None:
     if config.parallel.overlap_param_gather:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-
-
-def unwrap(chunk: nn.Module) -> nn.Module:
-    """The model inside data-parallel and half-precision wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _state(

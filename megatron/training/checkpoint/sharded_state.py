@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.platform.core_versions import GROUP_KEYS
+from megatron.training.model.fsdp import Range, local_elements
 from megatron.training.refusal import Refusal
 
 # METADATA is copied for every call, because core writes process groups into it.
@@ -67,9 +68,6 @@ class Places:
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
         pieces = {key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}
         return Places(pieces, [other for other in self.others if isinstance(other, ShardedTensor)])
-
-
-Range = tuple[int, int]  # first element, number of elements
 
 
 def find_places(chunk: nn.Module, shard_of: Callable[[nn.Parameter], Range] | None = None) -> Places:
@@ -169,16 +167,6 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, tu
     if start < stop:
         for begin, corner, inner in boxes(shape[1:], 0, stop - start):
             yield start + begin, (last, *corner), (1, *inner)
-
-
-def local_elements(parameter: Tensor) -> Range:
-    """The elements of a parameter on this rank: all of them, or FSDP's rows, which are split as by torch.chunk."""
-    if not isinstance(parameter, DTensor):
-        return 0, parameter.numel()
-    rows, row = parameter.size(0), prod(parameter.shape[1:])
-    share = ceil(rows / parameter.device_mesh.size())
-    first = min(parameter.device_mesh.get_local_rank() * share, rows)
-    return first * row, parameter.to_local().size(0) * row
 
 
 PARTITIONED = "is_expert_parallel"  # core's name; here it marks groups of positions split over CP

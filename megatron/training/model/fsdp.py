@@ -9,6 +9,7 @@ layer that reads it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron.platform.core_versions import inner_layer
 from megatron.training.arguments.config import Config
@@ -65,6 +67,19 @@ class FullySharded(_BaseDataParallel):
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 to_local_if_dtensor(parameter.grad).mul_(scaling_factor)
+
+
+Range = tuple[int, int]  # first element, number of elements
+
+
+def local_elements(parameter: Tensor) -> Range:
+    """The elements of a parameter on this rank: all of them, or FSDP's rows, which are split as by torch.chunk."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.numel()
+    rows, row = parameter.size(0), prod(parameter.shape[1:])
+    share = ceil(rows / parameter.device_mesh.size())
+    first = min(parameter.device_mesh.get_local_rank() * share, rows)
+    return first * row, parameter.to_local().size(0) * row
 
 
 def partitioned_parameters(chunk: nn.Module) -> set[nn.Parameter]:

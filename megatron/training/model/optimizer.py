@@ -25,7 +25,9 @@ from megatron.training.arguments.config import Config, OptimizerSettings
 from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.muon import Muon, use_muon
 from megatron.training.model.update import use_fused_adam, use_multi_tensor_calls
+from megatron.training.model.weights import unwrap
 
 # Settings with the same name in core.
 SAME_IN_CORE = """
@@ -113,11 +115,12 @@ def in_compute_dtype(chunk: nn.Module, config: Config) -> nn.Module:
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], config: Config) -> MegatronOptimizer:
-    """Adam or SGD; with ZeRO 1 its states are split over DP x CP, with ZeRO 2 and 3 they follow the weights."""
+    """Adam, SGD or Muon; with ZeRO 1 its states are split over DP x CP, with ZeRO 2 and 3 they follow the weights."""
     settings, parallel = config.optimizer, config.parallel
     fsdp = parallel.zero_stage >= 2  # the optimizer sees fp32 weights, in any compute dtype
+    same = {name: getattr(settings, name) for name in SAME_IN_CORE}
     core_settings = OptimizerConfig(
-        **{name: getattr(settings, name) for name in SAME_IN_CORE},
+        **same | ({"optimizer": "adam"} if settings.optimizer == "muon" else {}),
         fp16=settings.fp16 and not fsdp,
         bf16=settings.bf16 and not fsdp,
         params_dtype=torch.float32 if fsdp else compute_dtype(config),
@@ -136,6 +139,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
         for chunk in chunks:  # core then sums shards of norms over TP; otherwise it would gather each norm's gradient
             chunk.ddp_config.use_megatron_fsdp = True
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if settings.optimizer == "muon" and not getattr(part, "is_stub_optimizer", False):
+            use_muon(part, [unwrap(chunk) for chunk in chunks], settings)
         fill_states(part)
         if any(group["is_expert_parallel"] for group in part.param_groups):
             part.tp_group = get_expert_tensor_parallel_group()  # core counts a bias on the first rank of TP
@@ -156,18 +161,19 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
 
 
 def fill_states(optimizer: MegatronOptimizer) -> None:
-    """Give PyTorch's Adam or SGD the states that it would make in its first step.
+    """Give PyTorch's Adam or SGD, or Muon, the states that it would make in its first step.
 
     core's checkpoints expect these states, and core cannot make them for SGD. A step from zeros equals a first step
     without states.
     """
     inner = optimizer.optimizer
     adam = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+    matrices = inner.matrices if isinstance(inner, Muon) else ()
     if not adam and not isinstance(inner, torch.optim.SGD):
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if adam:
+            if adam and parameter not in matrices:
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state = {"step": step, "exp_avg": torch.zeros_like(parameter)}
                 inner.state[parameter] = {**state, "exp_avg_sq": torch.zeros_like(parameter)}

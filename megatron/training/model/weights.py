@@ -41,6 +41,13 @@ OUTPUT_LAYERS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 POSITIONS = "embedding.position_embeddings.weight"
 
 
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside data-parallel and half-precision wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def canonical_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) of a chunk: layers and experts by their number in the model.
 

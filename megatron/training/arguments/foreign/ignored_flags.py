@@ -74,9 +74,6 @@ the tokens of each expert in each layer are in --log-jsonl: --moe-per-layer-logg
 recompute is set with --recompute-granularity: --moe-layer-recompute
 it belongs to Megatron-LM's inference engine: --cache-mla-latents
 layers of multi-token prediction are on the last pipeline stage: --mtp-standalone
-without --optimizer muon nothing reads it: --muon-momentum 1 0.9 --muon-no-split-qkv --muon-use-nesterov
-    --muon-scale-mode 1 spectral --muon-fp32-matmul-prec 1 medium --muon-num-ns-steps 1 5 --muon-tp-mode 1 blockwise
-    --muon-extra-scale-factor 1 1.0
 without --optimizer-cpu-offload nothing reads it: --optimizer-offload-fraction 1 1.0
     --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads --no-pin-cpu-params
 a run has no test mode: --test-mode

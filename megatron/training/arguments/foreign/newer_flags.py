@@ -22,9 +22,9 @@ without --cpu-offloading-num-layers or --fine-grained-activation-offloading noth
     --cpu-offloading-retain-pinned-cpu-buffers --delay-offload-until-cuda-graph
     --delta-offload-bytes-across-pp-ranks 1 0 --activation-offload-fraction 1 1.0
     --fine-grained-offloading-max-inflight-offloads 1
-without --optimizer muon, lion or soap nothing reads it: --muon-nesterov --muon-coefficient-type 1 quintic
-    --muon-scalar-optimizer 1 adam --lion-beta1 1 0.95 --lion-beta2 1 0.98 --no-use-layer-wise-param-layout
-    --disable-use-layer-wise-param-layout
+without --optimizer lion nothing reads it: --lion-beta1 1 0.95 --lion-beta2 1 0.98
+states are split over all of DP x CP with --use-distributed-optimizer, also those of muon:
+    --no-use-layer-wise-param-layout --disable-use-layer-wise-param-layout
 without --use-mup nothing reads it: --mup-width-mult 1 1.0 --mup-base-hidden-size 1 --mup-embedding-mult 1 1.0
     --mup-output-mult 1 1.0 --mup-base-head-dim 1 --mup-attn-scale-power 1 1.0
 without --logits-load-dir or --logits-save-dir nothing reads it: --logits-save-top-k 1 --logits-save-top-p 1

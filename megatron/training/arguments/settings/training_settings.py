@@ -16,14 +16,14 @@ def tokenizer(text: str) -> str:
 
 def optimizer(text: str) -> str:
     """Megatron-LM's name of an optimizer; its adam is AdamW, as some forks call it."""
-    return {"adamw": "adam", "fusedadam": "adam", "fusedadamw": "adam"}.get(text.lower(), text)
+    return {"adamw": "adam", "fusedadam": "adam", "fusedadamw": "adam", "dist_muon": "muon"}.get(text.lower(), text)
 
 
 @dataclass
 class OptimizerSettings:
     """Optimizer, learning-rate schedule and precision."""
 
-    optimizer: str = flag("adam", "optimizer", type=optimizer, choices=["adam", "sgd"])
+    optimizer: str = flag("adam", "optimizer", type=optimizer, choices=["adam", "sgd", "muon"])
     lr: float | None = flag(None, "learning rate", type=float)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule")
     lr_decay_style: str = flag(
@@ -65,6 +65,34 @@ class OptimizerSettings:
     adam_beta2: float = flag(0.999, "Adam's second beta")
     adam_eps: float = flag(1e-8, "Adam's epsilon")
     sgd_momentum: float = flag(0.9, "SGD's momentum")
+    muon_momentum: float = flag(0.9, "Muon's momentum")
+    muon_nesterov: bool = flag(False, "Muon with Nesterov's momentum", aliases=["--muon-use-nesterov"])
+    muon_split_qkv: bool = flag(True, "Muon: queries, keys and values are one matrix", flags=["--muon-no-split-qkv"])
+    muon_scale_mode: str = flag(
+        "spectral",
+        "how Muon's update grows with the size of a matrix",
+        choices=["spectral", "unit_rms_norm", "shape_scaling"],
+    )
+    muon_extra_scale_factor: float = flag(1.0, "factor of Muon's update; 0.2 is about the size of AdamW's")
+    muon_coefficient_type: str = flag(
+        "quintic",
+        "Muon: coefficients of Newton-Schulz",
+        choices=["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
+    )
+    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps")
+    muon_fp32_matmul_prec: str | None = flag(
+        None,
+        "Muon: precision of Newton-Schulz; default medium (bf16) with --bf16 or --fp16, else highest",
+        type=str,
+        choices=["medium", "high", "highest"],
+    )
+    muon_tp_mode: str = flag(
+        "duplicated",
+        "Muon with TP: each rank computes the whole update; distributed: its part of it; blockwise, Megatron-LM's "
+        "default: of its part of the weight, so that results depend on TP",
+        choices=["duplicated", "distributed", "blockwise"],
+    )
+    muon_scalar_optimizer: str = flag("adam", "Muon: optimizer of all that is not a matrix", choices=["adam"])
     bf16: bool = flag(False, "bfloat16 with fp32 main weights")
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
     loss_scale: float | None = flag(None, "fixed loss scale, instead of the dynamic one of fp16", type=float)
