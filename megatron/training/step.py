@@ -31,7 +31,7 @@ from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
 from megatron.training.loss import losses_ahead, mean_loss, sum_of_losses
 from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
-from megatron.training.model.update import update
+from megatron.training.model.updates.update import update
 from megatron.training.setup import Runtime
 from megatron.training.watch import Watch
 

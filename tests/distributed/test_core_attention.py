@@ -219,7 +219,8 @@ def test_every_argument_of_the_installed_core_is_known():
             assert arguments_of(file, "DotProductAttention", name) <= ours, f"{file}: {name}"
     known = {"qkv_format", "local_cp_size", "cp_group", "max_seqlen_q", "max_seqlen_kv"}
     known |= {f"cu_seqlens_{of}{padded}" for of in ("q", "kv") for padded in ("", "_padded")}
-    assert set(inspect.signature(PackedSeqParams).parameters) == known
+    later = {"seq_idx", "total_tokens", "tokens_per_sample", "pad_between_seqs"}  # read by its mixers, not by ours
+    assert known <= set(inspect.signature(PackedSeqParams).parameters) <= known | later
     masks = {"padding", "causal", "no_mask", "padding_causal", "arbitrary", "causal_bottom_right"}
     assert {one.name for one in AttnMaskType} == masks
 

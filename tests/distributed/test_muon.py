@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.training.model import muon
+from megatron.training.model.updates import muon
 from tests.distributed.training_runs import make_job, train_job
 
 MUON = "--optimizer muon --num-layers 2 --group-query-attention --num-query-groups 4 --clip-grad 0.5"
@@ -84,7 +84,7 @@ def written_out(flags):
     momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     squares = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     prepare = job.optimizer.prepare_grads
-    count = 0
+    count, decay = 0, 0.8 if "--muon-momentum 0.8" in flags else 0.9
 
     def keep():
         nonlocal count
@@ -97,8 +97,8 @@ def written_out(flags):
             weight, momentum = weights[name], momenta[name]
             if grad.dim() == 2 and "embedding" not in name and "output_layer" not in name:
                 weight *= 1 - 0.1 * lr
-                momentum.copy_(0.9 * momentum + 0.1 * grad)
-                direction = 0.9 * momentum + 0.1 * grad if "nesterov" in flags else momentum
+                momentum.copy_(decay * momentum + (1 - decay) * grad)
+                direction = decay * momentum + (1 - decay) * grad if "nesterov" in flags else momentum
                 for rows in rows_of(name, len(grad)):
                     weight[rows] -= lr * orthogonal(direction[rows])
             else:
@@ -191,7 +191,7 @@ def test_singular_values_become_about_one(kind, shape):
 
 
 @pytest.mark.usual(1)
-@pytest.mark.parametrize("flags", ["", "--muon-nesterov"])
+@pytest.mark.parametrize("flags", ["", "--muon-nesterov --muon-momentum 0.8"])
 def test_the_update_is_muons(pool, flags):
     assert pool.run(written_out, 1, flags)[0] < 1e-5
 

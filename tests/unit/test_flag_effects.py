@@ -282,6 +282,8 @@ SHOWN = {
     "tests/distributed/test_training.py": "mask_function",
     "tests/distributed/test_convert_checkpoint.py": "universal_checkpoint",
     "tests/distributed/test_loss.py": "embed_layernorm",
+    "tests/distributed/test_muon.py": "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode "
+    "muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_fp32_matmul_prec muon_tp_mode",
     "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
     "tests/distributed/test_whole_checkpoints.py": "async_save keep_last_checkpoints skip_damaged_checkpoints",
     "tests/distributed/test_copies_in_memory.py": "non_persistent_save_interval non_persistent_ckpt_type "

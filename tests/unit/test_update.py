@@ -12,7 +12,7 @@ from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.training.model import update
+from megatron.training.model.updates import update
 
 
 class Calls(TorchDispatchMode):

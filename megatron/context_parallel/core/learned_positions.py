@@ -115,6 +115,7 @@ class PartitionedEmbedding(MegatronModule):
     def __init__(self, core: LanguageModelEmbedding, layout: SequenceLayout, max_positions: int) -> None:
         super().__init__(config=core.config)
         self.tp_group = core.tp_group
+        self.scatter_to_sequence_parallel = core.scatter_to_sequence_parallel
         self.word_embeddings = core.word_embeddings
         self.position_embeddings = PositionRows(
             layout, max_positions, core.config.hidden_size, sequence_parallel=core.config.sequence_parallel

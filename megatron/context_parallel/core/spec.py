@@ -129,6 +129,20 @@ class AllHeadsNorm(nn.Module):
         return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
 
 
+class AllHeadsSelfAttention(GatedSelfAttention):
+    """megatron-core's attention with norms over all heads (OLMo 2), which core 0.18 refuses in a ModuleSpec.
+
+    It accepts norms only with ``qk_layernorm``, but then it would add up their gradients over TP.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, tensor: Axis, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        size, counts = config.kv_channels, (config.num_attention_heads, config.num_query_groups)
+        self.q_layernorm, self.k_layernorm = (
+            AllHeadsNorm(config, size, config.layernorm_epsilon, heads=heads, tensor=tensor) for heads in counts
+        )
+
+
 class ChunkedNorm(Norm):
     """The final norm in spans of tokens; it keeps only its input, which may be a host buffer."""
 
@@ -215,15 +229,14 @@ def block_spec(
         if config.qk_layernorm:
             qkv.q_layernorm = qkv.k_layernorm = Norm
         if all_heads_norms:
-            tensor, counts = settings.layout.grid.tensor, (config.num_attention_heads, config.num_query_groups)
-            qkv.q_layernorm, qkv.k_layernorm = (
-                ModuleSpec(AllHeadsNorm, params={"heads": heads, "tensor": tensor}) for heads in counts
-            )
+            attention = layer.submodules.self_attention
+            params = {**attention.params, "tensor": settings.layout.grid.tensor}
+            layer.submodules.self_attention = replace(attention, module=AllHeadsSelfAttention, params=params)
     if latents:
         _make_latent(layer, latent_norms)
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
-    if config.attention_output_gate:
+    if config.attention_output_gate and not all_heads_norms:
         layer.submodules.self_attention = replace(layer.submodules.self_attention, module=GatedSelfAttention)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}

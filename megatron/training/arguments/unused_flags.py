@@ -52,7 +52,7 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "read only with --optimizer muon",
         lambda c: c.optimizer.optimizer == "muon",
         "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_coefficient_type "
-        "muon_num_ns_steps muon_fp32_matmul_prec muon_tp_mode muon_scalar_optimizer",
+        "muon_num_ns_steps muon_fp32_matmul_prec muon_tp_mode",
     ),
     (
         "read only with --fp16 and without --loss-scale",

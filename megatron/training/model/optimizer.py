@@ -25,8 +25,8 @@ from megatron.training.arguments.config import Config, OptimizerSettings
 from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
-from megatron.training.model.muon import Muon, use_muon
-from megatron.training.model.update import use_fused_adam, use_multi_tensor_calls
+from megatron.training.model.updates.muon import Muon, use_muon
+from megatron.training.model.updates.update import use_fused_adam, use_multi_tensor_calls
 from megatron.training.model.weights import unwrap
 
 # Settings with the same name in core.

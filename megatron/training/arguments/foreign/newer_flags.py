@@ -71,6 +71,7 @@ attention in which an indexer chooses the keys (DSA) is not supported: --dsa-ind
     --dsa-indexer-skip-topk-offset 1 0 --dsa-kernel-backend 1 none --dsa-indexer-rope-interleaved
     --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
     --disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon 1 --dsa-indexer-k-norm-fp32
+Muon's other weights are always updated by AdamW: --muon-scalar-optimizer 1 adam
 widths do not change learning rates and initial weights (muP) here: --use-mup
 this precision setting is not supported: --mamba-training-ssm-states-dtype 1 fp32
     --megatron-fsdp-main-params-dtype 1 fp32 --megatron-fsdp-main-grads-dtype 1 auto

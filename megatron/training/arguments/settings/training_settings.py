@@ -92,7 +92,6 @@ class OptimizerSettings:
         "default: of its part of the weight, so that results depend on TP",
         choices=["duplicated", "distributed", "blockwise"],
     )
-    muon_scalar_optimizer: str = flag("adam", "Muon: optimizer of all that is not a matrix", choices=["adam"])
     bf16: bool = flag(False, "bfloat16 with fp32 main weights")
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling")
     loss_scale: float | None = flag(None, "fixed loss scale, instead of the dynamic one of fp16", type=float)

@@ -262,6 +262,7 @@ ENGINE = Table(
         ("torch", "device"): _device,
         ("collections", "OrderedDict"): torch_saved.TENSORS["collections", "OrderedDict"],
         ("torch.storage", "_load_from_bytes"): _inner,
+        ("megatron.core.safe_globals", "safe_load_from_bytes"): _inner,  # core 0.19 puts it in the other's place
         **{(RECIPES, name): lambda *_: _Recipe() for name in RECIPE_NAMES},
     },
     builders={_Recipe: _Recipe.set_state},
