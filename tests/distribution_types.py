@@ -103,7 +103,7 @@ COLLECTIVES = {
     "training.features.held_out.evaluate_on": REPORT,
     "training.features.replicas._compare": REPORT,
     "training.features.stopping.Stopper.agree": REPORT,
-    "training.features.stragglers": REPORT,
+    "training.features.measuring.stragglers": REPORT,
     "training.job.params_norm": REPORT,
     "training.model.expert_load.take_load": REPORT,
     "training.model.optimizer.ScaledFP32Optimizer.prepare_grads": "whether a gradient is finite, a maximum",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention import ring_plan
-from megatron.context_parallel.attention.kernels import cudnn_flex_kernel, flash_attn_4_kernel
-from megatron.context_parallel.attention.kernels.cudnn_flex_kernel import CudnnFlexKernel
-from megatron.context_parallel.attention.kernels.flash_attn_4_kernel import FlashAttn4Kernel
+from megatron.context_parallel.attention.kernels.interval_kernels import cudnn_flex_kernel, flash_attn_4_kernel
+from megatron.context_parallel.attention.kernels.interval_kernels.cudnn_flex_kernel import CudnnFlexKernel
+from megatron.context_parallel.attention.kernels.interval_kernels.flash_attn_4_kernel import FlashAttn4Kernel
 
 
 def masked_attention(

@@ -11,12 +11,13 @@ from megatron.training.features.bad_batches import BadBatches, skip_batch
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.features.garbage_collection import GarbageCollection
 from megatron.training.features.held_out import Evaluation
+from megatron.training.features.measuring.profiler import Profiler
+from megatron.training.features.measuring.step_log import StepLog
+from megatron.training.features.measuring.step_memory import StepMemory
+from megatron.training.features.measuring.stragglers import LogStragglers
 from megatron.training.features.replicas import ReplicaCheck, ReplicasDiffer
 from megatron.training.features.save_policy import Saver
-from megatron.training.features.step_log import StepLog
-from megatron.training.features.step_memory import StepMemory
 from megatron.training.features.stopping import Stopper
-from megatron.training.features.stragglers import LogStragglers
 from megatron.training.job import Job, batches_for
 from megatron.training.report.reporter import Reporter
 from megatron.training.step import Diverged, train_step
@@ -121,6 +122,8 @@ def _features(job: Job, reporter: Reporter) -> list[Feature]:
         chosen.append(ReplicaCheck(job))
     if config.faults.log_straggler:
         chosen.append(LogStragglers(job, reporter))
+    if config.logging.profile:
+        chosen.append(Profiler(job, reporter))
     if config.run.manual_gc:
         chosen.append(GarbageCollection(config.run.manual_gc_interval))
     return chosen

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.context_parallel.attention.kernels import flash_attn_4_kernel
+from megatron.context_parallel.attention.kernels.interval_kernels import flash_attn_4_kernel
 from tests.distributed.test_mask_attention import BACKENDS, SCHEMES, compare, make_layout, ranks
 from tests.errors import worst
 from tests.library_stand_ins import FlexPlan, create_mask_plan, cudnn_flex_stand_in, flash_attn_4_stand_in

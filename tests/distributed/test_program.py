@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program as a whole: log, evaluation, SIGTERM, resume, divergence, a full disk."""
 
+import gzip
 import json
 import os
 import signal
@@ -168,6 +169,21 @@ def test_divergence_ends_with_a_line_and_saves_no_checkpoint(tmp_path):
     assert "Traceback" not in out
     (kept,) = (tmp_path / "c").iterdir()
     assert kept.name == "bad_batches" and len(list(kept.iterdir())) == 2 and f"the batch: written to {kept}" in out
+
+
+def test_the_profiler_writes_a_trace_of_each_rank_with_the_phases(tmp_path):
+    window = "--profile-step-start 1 --profile-step-end 3 --profile-ranks 0 1"
+    flags = f"--ring-parallel-size 2 --train-iters 4 --eval-iters 0 --profile --use-pytorch-profiler {window} "
+    flags += "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack"
+    for done in together(f"{flags} --tensorboard-dir {tmp_path}"):
+        assert done.returncode == 0, done.stderr
+    traces = {path.name: json.loads(gzip.decompress(path.read_bytes())) for path in tmp_path.glob("*.json.gz")}
+    assert set(traces) == {f"rank-{rank}.iteration-2.pt.trace.json.gz" for rank in (0, 1)}
+    for trace in traces.values():
+        names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+        assert [names.count(phase) for phase in ("forward", "backward", "optimizer")] == [4, 4, 2]  # two steps
+        assert any("gloo" in event["name"] or "c10d" in event["name"] for event in trace["traceEvents"])
+        assert trace["record_shapes"] and trace["with_stack"]
 
 
 def test_evaluation_alone(tmp_path):

@@ -83,7 +83,7 @@ def whole_program(flags: str, rank: int) -> tuple[int, str]:
     from megatron.training import pretrain
     from megatron.training.arguments.parser import parse
     from megatron.training.features import replicas
-    from megatron.training.features.stragglers import Stragglers
+    from megatron.training.features.measuring.stragglers import Stragglers
     from megatron.training.setup import start
 
     config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import make_grid
-from megatron.training.features import stragglers
 from megatron.training.features.heartbeat import Heartbeat, silent_ranks, verdict
-from megatron.training.features.stragglers import LEAST_STEPS as LEAST
-from megatron.training.features.stragglers import (
+from megatron.training.features.measuring import stragglers
+from megatron.training.features.measuring.stragglers import LEAST_STEPS as LEAST
+from megatron.training.features.measuring.stragglers import (
     PAUSE,
     SlowLinks,
     Stragglers,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.features.stragglers import Products
+from megatron.training.features.measuring.stragglers import Products
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="events need a CUDA device")
 

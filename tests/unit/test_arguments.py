@@ -279,7 +279,7 @@ def test_megatron_lms_defaults_are_accepted_without_a_note(argv: str):
 
 def test_hints_take_their_values_and_give_one_note_for_each_reason():
     config = parse(
-        "--no-rope-fusion --num-layers 2 --attention-backend flash --no-masked-softmax-fusion --profile-ranks 0 1 "
+        "--no-rope-fusion --num-layers 2 --attention-backend flash --no-masked-softmax-fusion --te-rng-tracker "
         "--timing-log-level 2 --cross-entropy-fusion-impl te --hidden-size 64 --no-rope-fusion".split()
     )
     assert config.model.num_layers == 2 and config.model.hidden_size == 64

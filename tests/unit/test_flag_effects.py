@@ -289,8 +289,6 @@ SHOWN = {
     "tests/distributed/test_copies_in_memory.py": "non_persistent_save_interval non_persistent_ckpt_type "
     "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication",
     "tests/unit/test_copies.py": "replication_jump replication_factor",
-    "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
-    "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir",
     "tests/distributed/test_switches.py": "reset_iteration rampup_seq_length keep_best_checkpoints load_optim "
     "save_optim save_rng load_rng pretrained_checkpoint save_retain_interval manual_gc manual_gc_interval "
     "check_for_nan_in_loss_and_grad",
@@ -304,6 +302,9 @@ SHOWN = {
     "tests/distributed/test_evaluation.py": "eval_output",
     "tests/unit/test_validate.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
     "tests/unit/test_memory.py": "profile_memory profile_memory_step",
+    "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
+    "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir profile profile_step_start profile_step_end "
+    "profile_ranks use_pytorch_profiler profile_shapes profile_stacks",
     "tests/unit/test_cost.py": "dry_run_jitter",
     "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
     "tests/distributed/test_dry_run.py": "dry_run_expert_imbalance",

@@ -11,10 +11,16 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention.kernels import available, cudnn_flex_kernel, flash_attn_4_kernel, select
-from megatron.context_parallel.attention.kernels.cudnn_flex_kernel import CudnnFlexKernel
-from megatron.context_parallel.attention.kernels.flash_attn_4_kernel import FlashAttn4Kernel
-from megatron.context_parallel.attention.kernels.intervals import block_lists, intervals, pieces, split_intervals
+from megatron.context_parallel.attention.kernels import available, select
+from megatron.context_parallel.attention.kernels.interval_kernels import cudnn_flex_kernel, flash_attn_4_kernel
+from megatron.context_parallel.attention.kernels.interval_kernels.cudnn_flex_kernel import CudnnFlexKernel
+from megatron.context_parallel.attention.kernels.interval_kernels.flash_attn_4_kernel import FlashAttn4Kernel
+from megatron.context_parallel.attention.kernels.interval_kernels.intervals import (
+    block_lists,
+    intervals,
+    pieces,
+    split_intervals,
+)
 from megatron.context_parallel.layout.masks import inside_tiles
 from megatron.context_parallel.layout.spans import Spans, positions
 from megatron.context_parallel.layout.tiles import tiles

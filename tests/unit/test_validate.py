@@ -402,6 +402,8 @@ REFUSALS = [
     ),
     ("--fpdt --fpdt-chunk-size 64 --recompute-activations", 1, "selective --fpdt leave it out"),
     ("--offload-checkpoints", 1, "--offload-checkpoints --recompute-granularity full --fpdt"),
+    ("--profile --use-pytorch-profiler", 1, "--use-pytorch-profiler --tensorboard-dir"),
+    ("--profile --profile-step-end 10", 1, "--profile-step-end 10 use 12"),
     ("--keep-attention", 1, "--keep-attention --recompute-granularity full"),
     (
         "--keep-attention --fpdt --fpdt-chunk-size 64 --recompute-granularity full --recompute-method uniform",

@@ -44,8 +44,7 @@ checkpoints are always torch_dist, fully reshardable, written and read in parall
 training uses only the tokenizer's size and its end-of-document token: --tokenizer-hf-no-use-fast
     --tokenizer-hf-no-include-special-tokens
 files are read from the file system: --enable-msc
-no profile is written: --pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack
-    --pytorch-profiler-collect-chakra --record-shapes --nvtx-ranges
+--profile has no such record: --pytorch-profiler-collect-chakra --nvtx-ranges
 PyTorch's flight recorder is set by PyTorch's environment variables: --flight-recorder-dump-path 1
     --flight-recorder-trace-buffer-size 1 2000 --no-flight-recorder-dump-on-timeout
     --disable-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace

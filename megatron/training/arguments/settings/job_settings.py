@@ -93,6 +93,19 @@ class LoggingConfig:
         None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
     )
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
+    profile: bool = flag(False, "record some steps: ranges for nsys, or traces with --use-pytorch-profiler")
+    profile_step_start: int = flag(10, "--profile begins after this iteration")
+    profile_step_end: int = flag(12, "--profile ends after this iteration")
+    profile_ranks: list[int] = flag([0], "ranks that --profile records", type=int, nargs="+")
+    use_pytorch_profiler: bool = flag(
+        False, "--profile writes PyTorch's traces to --tensorboard-dir, for TensorBoard, Perfetto and compare_trace.py"
+    )
+    profile_shapes: bool = flag(
+        False, "--profile records shapes", flags=["--pytorch-profiler-collect-shapes", "--record-shapes"]
+    )
+    profile_stacks: bool = flag(
+        False, "--use-pytorch-profiler records the lines of Python", flags=["--pytorch-profiler-collect-callstack"]
+    )
     profile_memory: str | None = flag(
         None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture", type=str
     )

@@ -243,9 +243,26 @@ def _fsdp(config: Config) -> None:
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = False
 
 
+def _traces(config: Config) -> None:
+    """Check --profile, whose other flags have no effect without it, as in Megatron-LM."""
+    logging = config.logging
+    if not logging.profile:
+        return
+    if logging.profile_step_end <= logging.profile_step_start:
+        raise Refusal(
+            f"--profile-step-end {logging.profile_step_end}",
+            f"is not after --profile-step-start {logging.profile_step_start}: use {logging.profile_step_start + 2}",
+        )
+    if logging.use_pytorch_profiler and logging.tensorboard_dir is None:
+        raise Refusal("--use-pytorch-profiler", "writes its traces to --tensorboard-dir: add --tensorboard-dir DIR")
+    if not logging.use_pytorch_profiler and config.run.device == "cpu":
+        config.notes.append("--profile without --use-pytorch-profiler: no effect on a CPU, which nsys does not record")
+
+
 def complete_profile(config: Config) -> None:
     """Complete --profile-memory-step, the step that --profile-memory records."""
     logging = config.logging
+    _traces(config)
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:
             raise Refusal(

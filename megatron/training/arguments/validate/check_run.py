@@ -256,9 +256,10 @@ POSITIVE = """
     lr_wsd_decay_samples hysteresis micro_batch_size global_batch_size gradient_accumulation_steps seq_length
     rampup_seq_length num_dataset_builder_threads save_interval save_retain_interval keep_last_checkpoints
     keep_best_checkpoints non_persistent_save_interval replication_jump replication_factor log_interval
-    tensorboard_log_interval tensorboard_queue_size profile_memory_step train_iters train_samples train_tokens
-    eval_interval exit_interval exit_duration_in_mins check_weight_hash_across_dp_replicas_interval eval_lengths
-    eval_depths eval_samples eval_stride num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    tensorboard_log_interval tensorboard_queue_size profile_memory_step profile_step_end train_iters train_samples
+    train_tokens eval_interval exit_interval exit_duration_in_mins check_weight_hash_across_dp_replicas_interval
+    eval_lengths eval_depths eval_samples eval_stride num_experts moe_ffn_hidden_size
+    moe_shared_expert_intermediate_size
     moe_router_topk moe_router_num_groups moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups
@@ -268,7 +269,8 @@ NOT_NEGATIVE = """
     init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples
     lr_warmup_tokens lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum decoupled_min_lr num_workers
     rampup_batch_size tiktoken_num_special_tokens ckpt_step mask_cpu_threshold seed manual_gc_interval skip_bad_batches
-    iterations_to_skip mtp_num_layers mtp_loss_scaling_factor moe_z_loss_coeff moe_router_bias_update_rate
+    profile_step_start profile_ranks iterations_to_skip mtp_num_layers mtp_loss_scaling_factor moe_z_loss_coeff
+    moe_router_bias_update_rate
 """
 ABOVE_ZERO = """
     rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor yarn_beta_fast

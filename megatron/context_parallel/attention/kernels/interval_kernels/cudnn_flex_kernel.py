@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import Capability, Final, Scores, gpu_reason
 from megatron.context_parallel.attention.kernels.fused_kernel import compact
-from megatron.context_parallel.attention.kernels.intervals import Intervals, intervals
+from megatron.context_parallel.attention.kernels.interval_kernels.intervals import Intervals, intervals
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.platform.streams import to_device

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.base import Capability, Final, Scores, gpu_reason
 from megatron.context_parallel.attention.kernels.fused_kernel import compact
-from megatron.context_parallel.attention.kernels.intervals import (
+from megatron.context_parallel.attention.kernels.interval_kernels.intervals import (
     BlockLists,
     Intervals,
     block_lists,
