@@ -65,6 +65,7 @@ REPORT = "a number for the log or for a decision; nothing is differentiated by i
 COPIES = "copies states or files, which tests compare bit by bit"
 GENERATION = "generation, without gradients"
 SIMULATION = "a simulation or a measurement"
+UPDATE = "the update of weights from whole gradients, which test_muon compares on every grid"
 CHECKED, REDUCES = "seen by the checker", "sums gradients, which marks show"
 COLLECTIVES = {
     "context_parallel.attention.ring._Transfer": "_TiledAttention, _Chunked",
@@ -86,6 +87,7 @@ COLLECTIVES = {
     "context_parallel.linear_attention.span_exchange._relayed": "_LinearAttention, _Chunked",
     "training.loss.sum_of_reports": CHECKED,
     "training.model.fsdp.FullySharded.finish_grad_sync": REDUCES,
+    "training.model.updates.muon": UPDATE,
     "inference.cached_attention.CachedLatents": GENERATION,
     "inference.cached_state.last_rows": GENERATION,
     "inference.cached_state.last_state": GENERATION,
