@@ -89,13 +89,13 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     "plain": {(90, 64): Blocks(128, 64, 4, 3), (90, 128): Blocks(128, 64, 4, 3)},
     "backward": {  # loops spill a few registers
         (80, 64): Blocks(64, 64, 4, 2),
-        (80, 128): Blocks(64, 32, 4, 2),
+        (80, 128): Blocks(64, 64, 8, 2),
         (80, 256): Blocks(32, 32, 4, 1),
-        (90, 64): Blocks(128, 64, 8, 2),
+        (90, 64): Blocks(128, 64, 8, 3),
         (90, 128): Blocks(128, 64, 8, 2),
         (90, 256): Blocks(64, 32, 8, 1),
         (100, 64): Blocks(128, 64, 8, 2),
-        (100, 128): Blocks(128, 64, 8, 2),
+        (100, 128): Blocks(128, 32, 8, 2),
         (100, 256): Blocks(64, 32, 8, 1),
     },
 }

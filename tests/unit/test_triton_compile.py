@@ -25,7 +25,7 @@ from tests.patience import patience
 needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
 
 CORES = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "dk": 3, "dv": 2}  # of [block, head] x [head, step]
+PRODUCTS = {"forward": 2, "queries": 3, "keys": 4, "dk": 3, "dv": 2, "backward": 5}  # of [block, head] x [head, step]
 VARIANTS = [(), *((feature,) for feature in FEATURES), FEATURES]
 PASSES = ("forward", "queries", "keys")
 USUAL = [(90, 128, "keys", ("mask",))]
@@ -56,7 +56,8 @@ def _resources(
     """(kernel, arguments, resources) of each kernel of a pass; two where dk and dv have separate ones."""
     from benchmarks.triton_compile import example, resources
 
-    launches = example(capability, head, dtype, variant, rows=rows)
+    fixed = {which: TABLE[which][capability, head]} if which == "backward" else None
+    launches = example(capability, head, dtype, variant, fixed, rows=rows)
     names = [which] if which in launches else ["dk", "dv"]
     sizes = {each: {size: launches[each].arguments[size] for size in SIZES} for each in names}
     return [(each, sizes[each], resources(launches[each], capability)) for each in names]
@@ -149,6 +150,18 @@ def test_states_of_linear_attention_compile(compiler, capability, keys, values, 
     for which, taken in kernels.items():
         assert taken.programs >= 1 and sum(taken.products.values()), which
         assert all(loop.spills == 0 for loop in taken.loops), which
+
+
+@needs_triton
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("capability, head", TABLE["backward"])
+def test_a_backward_of_one_pass_compiles(compiler, capability, head, variant):
+    """It repeats no product and fits on a multiprocessor; its loops spill some registers."""
+    kernels = compiler(capability, head, "backward", variant, torch.bfloat16)
+    ((which, sizes, taken),) = kernels
+    needed = PRODUCTS[which] * sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD_BLOCK"]
+    assert taken.programs >= 1 and all(loop.products in (needed, None) for loop in taken.loops)
 
 
 def _specialised(head: int) -> tuple[Any, list[tuple[str, str]]]:

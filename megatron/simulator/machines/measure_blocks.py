@@ -84,7 +84,7 @@ def best_blocks(
 def _seconds(
     call: Call, which: Pass, whole: Tiles, dout: torch.Tensor, timer: Callable[[list[Launch]], float]
 ) -> float:
-    """Seconds of one pass; infinite if the kernel needs more registers or shared memory than the GPU has."""
+    """Seconds of one pass; infinite if the kernel does not compile or needs more memory than the GPU has."""
     from triton.errors import TritonError
 
     rows, wide = call.q.shape[:3], {"dtype": torch.float32, "device": call.q.device}
@@ -102,5 +102,7 @@ def _seconds(
             return timer([queries])
         queries.run()  # prepares lse and delta for the others
         return timer(keys)
-    except TritonError:
-        return float("inf")
+    except (TritonError, RuntimeError) as error:
+        if isinstance(error, TritonError) or "PassManager" in str(error):  # the compiler failed
+            return float("inf")
+        raise
