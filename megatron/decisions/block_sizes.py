@@ -48,6 +48,7 @@ class Blocks:
 BlockTable = Mapping[Pass, Mapping[int, Blocks]]
 """Measured sizes by pass and head size (a power of two), for elements of two bytes in calls without FEATURES."""
 
+SPECIAL_HEAD = 128  # largest for "backward" and "plain", which would repeat products or exceed memory
 INTERPRETED = Blocks(32, 16)  # small, so that short sequences have several blocks
 
 # (compute capability * 10, largest head size) -> block sizes, for elements of two bytes.
@@ -90,13 +91,10 @@ TABLE: dict[Pass, dict[tuple[int, int], Blocks]] = {
     "backward": {  # loops spill a few registers
         (80, 64): Blocks(64, 64, 4, 2),
         (80, 128): Blocks(64, 64, 8, 2),
-        (80, 256): Blocks(32, 32, 4, 1),
         (90, 64): Blocks(128, 64, 8, 3),
         (90, 128): Blocks(128, 64, 8, 2),
-        (90, 256): Blocks(64, 32, 8, 1),
         (100, 64): Blocks(128, 64, 8, 2),
         (100, 128): Blocks(128, 32, 8, 2),
-        (100, 256): Blocks(64, 32, 8, 1),
     },
 }
 
@@ -199,8 +197,9 @@ def passes(
     ``deterministic``: results must repeat bit for bit, which one pass does not; other arguments as for `blocks`.
     """
     found = [which for which, by_head in (measured or {}).items() if 1 << (head - 1).bit_length() in by_head]
-    one = itemsize == 2 and "backward" in found and not deterministic
-    plain = ("plain",) if itemsize == 2 and "plain" in found else ()
+    special = itemsize == 2 and head <= SPECIAL_HEAD
+    one = special and "backward" in found and not deterministic
+    plain = ("plain",) if special and "plain" in found else ()
     return (*plain, "forward", *(("backward",) if one else ("queries", "keys")))
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch, interpreted
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.tiles import Tiles, tiles
-from megatron.decisions.block_sizes import Blocks, Pass, blocks
+from megatron.decisions.block_sizes import SPECIAL_HEAD, Blocks, Pass, blocks
 
 HEADS = (64, 128, 256)
 # Small sets, because each candidate is compiled for each head size; the sizes in use today are added to them. On an
@@ -66,6 +66,8 @@ def best_blocks(
     whole = tiles(((0, length),), ((0, length),), Causal())
     for head, which in product(heads, candidates):
         advance(f"blocks of {which}, heads of {head}")
+        if which in ("backward", "plain") and head > SPECIAL_HEAD:
+            continue
         today = [] if which == "plain" else [blocks(which, dtype.itemsize, head, capability)]
         each = dict.fromkeys([*today, *candidates[which]])
         q, k, v, dout = (torch.randn(length, 1, count, head, device=device).to(dtype) for _ in range(4))
