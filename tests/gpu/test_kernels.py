@@ -197,6 +197,16 @@ def test_triton_bf16(mask, extra, head, value):
 
 
 @triton_only
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize("kind", ["two passes", "one pass", "specialised"])
+@pytest.mark.parametrize("mask, extra", [("causal", "plain"), ("two-sided", "all"), ("full", "plain")])
+def test_triton_with_the_blocks_of_long_ranges(mask, extra, kind, head):
+    how = {"long": True, "one_pass": kind == "one pass", "plain": kind == "specialised"}
+    case = Case(MASKS[mask], **LONG, h=4, hk=2, d=head, dv=head, dtype=torch.bfloat16, **EXTRAS[extra], **how)
+    check(errors(case, GPU), 2e-2)
+
+
+@triton_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_triton_with_any_strides(dtype):
     check(errors(Case(MASKS["two-sided"], layout="strided", b=2, **LONG, dtype=dtype), GPU), 1e-2)

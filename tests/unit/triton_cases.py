@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -53,6 +54,7 @@ class Case:
     layout: str = "plain"
     one_pass: bool = False  # the backward pass
     plain: bool = False  # plain ranges by their own kernel, where it can run
+    long: bool = False  # with the block sizes for many keys
 
 
 def slopes_of(case: Case, device: torch.device) -> Tensor:
@@ -121,24 +123,27 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     slopes = None if case.slopes is None else slopes_of(case, device).float()
     scores = Scores(case.d**-0.5, case.mask, slopes, dropout=case.dropout, softcap=case.softcap)
     tiles_of_blocks, kernel = [tiles(case.q_at, at, case.mask) for at in case.blocks], TritonKernel()
-    kernels = (("plain",) if case.plain else ()) + ("forward",)
+    kernels, short = (("plain",) if case.plain else ()) + ("forward",), 0 if case.long else block_sizes.SHORT
     for some, k, v in zip(tiles_of_blocks, x.k, x.v):
-        with launching(*kernels), mock.patch.object(triton_call, "SHORT", 0):
+        with launching(*kernels, short=short), mock.patch.object(triton_call, "SHORT", 0):
             kernel.attend(some, x.q, k, v, scores, result)
     out, lse = result.out_SBHD, result.lse_SBH
     final = Final(x.dout, None, lse, kernel.delta(out, x.dout))
     kernels += ("backward",) if case.one_pass else ("queries", "keys")
     for some, k, v, dkv in zip(tiles_of_blocks, x.k, x.v, grads):
-        with launching(*kernels):
+        with launching(*kernels, short=short):
             kernel.attend_grad(some, x.q, k, v, scores, final, dq, dkv)
     dk, dv = (torch.cat([getattr(dkv, name).finish() for dkv in grads]) for name in ("dk", "dv"))
     out = torch.where(lse.isneginf()[..., None], 0.0, out)  # undefined for queries in no tile
     return {"out": out, "lse": lse, "dq": dq.finish(), "dk": dk, "dv": dv}
 
 
-def launching(*kernels: str) -> AbstractContextManager:
-    """In this context calls choose these kernels."""
-    return mock.patch.object(triton_call, "passes", lambda *_, **__: kernels)
+@contextmanager
+def launching(*kernels: str, short: int) -> Iterator[None]:
+    """In this context calls choose these kernels, and blocks for short ranges below ``short`` keys."""
+    with mock.patch.object(triton_call, "passes", lambda *_, **__: kernels):
+        with mock.patch.object(block_sizes, "SHORT", short):
+            yield
 
 
 def truth(case: Case, x: Tensors) -> dict[str, Tensor]:
