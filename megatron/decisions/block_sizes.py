@@ -135,7 +135,8 @@ EXCEPTIONS: dict[tuple[Pass, int, int], list[tuple[set[str], Blocks]]] = {
     ("keys", 90, 64): [({"mask", "dropout"}, Blocks(128, 32, 8, 2))],
     ("keys", 90, 128): [
         ({"mask"}, Blocks(128, 16, 8, 2)),
-        ({"alibi", "softcap", "dropout"}, Blocks(128, 32, 8, 2)),
+        ({"dropout"}, Blocks(64, 16, 4, 3)),
+        ({"alibi", "softcap"}, Blocks(128, 32, 8, 2)),
     ],
     ("forward", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 2))],
     ("queries", 100, 256): [({"dropout"}, Blocks(128, 16, 8, 1))],
