@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.system.whole_file import save_figure
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import printable
 
@@ -78,7 +79,8 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
         losses = [row["lm_loss"] for row in rows]
         (line,) = axes.plot(list(tokens.values()), smooth(losses), label=f"{name}, mean of 5 steps", linewidth=width)
         axes.plot(list(tokens.values()), losses, color=line.get_color(), alpha=0.35, linewidth=0.8)
-        points = [(tokens[row["iteration"]], row["validation_loss"]) for row in rows if "validation_loss" in row]
+        evaluated = [row for row in rows if row.get("validation_loss") is not None]
+        points = [(tokens[row["iteration"]], row["validation_loss"]) for row in evaluated]
         if points:
             how = {"color": line.get_color(), "edgecolor": "black", "label": f"{name}, validation"}
             axes.scatter(*zip(*points), zorder=3, **how)
@@ -91,7 +93,7 @@ def draw(logs: dict[str, list[Row]], output: Path, resumed: Sequence[int] = ()) 
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(output)
+    save_figure(figure, output)
     pyplot.close(figure)
 
 
@@ -154,7 +156,7 @@ def draw_experts(rows: list[Row], output: Path, steps: int = 20) -> None:
     right.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M" if value >= 1e6 else f"{value / 1e3:g}k")
     right.grid(alpha=0.3)
     right.legend(frameon=False, fontsize=8)
-    figure.savefig(output)
+    save_figure(figure, output)
     pyplot.close(figure)
 
 
@@ -174,7 +176,7 @@ def summary(training: list[Row]) -> list[tuple[str, str]]:
         ("loss", f"{first:.3f} at first, {last:.3f} at last: {first - last:.3f} lower"),
     ]
     for name in ("validation", "test"):
-        losses = [row[f"{name}_loss"] for row in training if f"{name}_loss" in row]
+        losses = [row[f"{name}_loss"] for row in training if row.get(f"{name}_loss") is not None]
         if losses:
             values.append((f"{name} loss", f"{losses[-1]:.3f}"))
     waits = [row["data_wait_ms"] / row["iteration_ms"] for row in rest if _is_share(row)]

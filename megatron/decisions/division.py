@@ -78,8 +78,9 @@ def head_plan(heads: int, kv_heads: int, ranks: int) -> HeadPlan:
     for rank in range(ranks):
         wanted = [q // group for q in range(rank * local, (rank + 1) * local, each)]
         unique = sorted(set(wanted))
+        places = {head: place for place, head in enumerate(unique)}
         sent.append(tuple(unique))
-        index.append(tuple(unique.index(head) for head in wanted))
+        index.append(tuple(places[head] for head in wanted))
     return HeadPlan(local, tuple(sent), tuple(index))
 
 
