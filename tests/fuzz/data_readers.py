@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import importlib.util
 import io
 import json
 import shlex
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +36,7 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import read_chats
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.packing.length_mixtures import read_mixture
-from megatron.training.data.sources import partitions, token_files
+from megatron.training.data.sources import columnar, partitions, token_files
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation.haystack import read_ids
 from megatron.training.json_file import read_json
@@ -138,8 +141,10 @@ def archives() -> list[bytes]:
                                   ("b" * 90 + "/" + "c" * 60 + ".txt", b"d")):  # fmt: skip
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
+                if kind == tarfile.PAX_FORMAT:
+                    member.pax_headers = {"size": str(len(content)), "mtime": "1.5"}
                 archive.addfile(member, io.BytesIO(content))
-        result.append(stream.getvalue()[: 9 * 512])
+        result.append(stream.getvalue()[: 15 * 512])
     return result
 
 
@@ -481,16 +486,24 @@ def script(folder: Path) -> None:
 # Texts.
 
 
+@contextmanager
+def limited(module: ModuleType, **limits: int) -> Iterator[None]:
+    """Set limits of a module, in its capitals, for a while."""
+    before = {name: getattr(module, name) for name in limits}
+    vars(module).update(limits)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
 def encoded(name: str) -> Any:
     def read(folder: Path) -> None:
-        longest, text_files.LONGEST = text_files.LONGEST, MIB
         settings = Settings((("tokenizer_type", "ByteLevelTokenizer"),), None, "uint16", ("text",), True, 0)
-        try:
+        with limited(text_files, LONGEST=MIB), limited(columnar, MEMORY=192 * MIB, SECONDS=3):
             records = list(text_files.Reader([str(folder / name)]))
             if (result := encode(settings, records)).bad:
                 raise Refusal(result.bad[0])
-        finally:
-            text_files.LONGEST = longest
 
     return read
 
@@ -518,14 +531,16 @@ MANIFEST = {"identity": "x", "part": 0, "of": 1, "keys": ["text"], "totals": TOT
 MIXTURE = b"sources:\n  - path: a\n    weight: 2\n    repeat: {8K: 2, 64K: 0.5}\n  - path: b\n"
 STATE = {"_data_files": [{"filename": "data-0.arrow"}], "_indices_data_files": None, "_split": "train"}
 LINES = b'{"text": "abc", "n": 12}\n\n{"text": "d\\u00e9 \\ud83d\\ude00", "meta": {"a": [1, 2, {"b": null}]}}\n'
-CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "[]"}
+CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "[]", "n":1}
 {"system": "s", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", \
 "content": null, "tool_calls": [{"function": {"name": "f"}}]}, {"role": "tool", "content": "1"}, \
 {"role": "assistant", "content": "c"}], "chat_template_kwargs": {"think": true}}
 """
 HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
+for _name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet") * HAS_PYARROW:  # which columnar.py imports late
+    importlib.import_module(_name)
 ARRAY = b'[{"text": "abc", "n": [1, -2.5e3, null]},\n {"text": "d\\u00e9 \\ud83d\\ude00"}, {"text": " "}]\n'
-FORMS = b"""{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+FORMS = b"""{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "id": 7, "score": 0.5}
 {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}
 {"prompt": "a", "completion": "b"}
 """

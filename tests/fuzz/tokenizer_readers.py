@@ -11,11 +11,12 @@ from random import Random
 from typing import Any
 
 from megatron.training.arguments.config import DataConfig
-from megatron.training.data.chat_template import Chat, ChatTemplate
+from megatron.training.data import chat_dataset
+from megatron.training.data.chat_template import ChatTemplate
 from megatron.training.data.tokenizer import build_tokenizer
 from tests.chats import CHATML, LLAMA3, make_tokenizer
 from tests.fuzz import mutations
-from tests.fuzz.data_readers import bare_json, reader, text
+from tests.fuzz.data_readers import bare_json, limited, reader, text
 from tests.unit.test_genome import make
 
 TEXT = "The ring sends keys on. äöü 12\n"
@@ -41,13 +42,20 @@ EXPRESSIONS = [
     "''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.system('touch ran')",
     "lipsum.__globals__['os'].popen('touch ran')", "namespace.__init__", "messages.append(1)",
     "self._TemplateReference__context", "range(10**12)|list", "'a' * 10**4", "raise_exception('no')",
-    "strftime_now('%Y')", "x.y.z", "messages[0]|attr('__class__')", "''|attr('format')",
-    "'{0.__class__}'.format(1)", "messages|tojson", "loop.cycle(1)", "1/0", "''.join",
+    "'a'|center(10**9)", "'a' * 10**10", "strftime_now('%Y')", "x.y.z", "messages[0]|attr('__class__')",
+    "''|attr('format')", "'{0.__class__}'.format(1)", "messages|tojson", "loop.cycle(1)", "1/0", "''.join",
 ]  # fmt: skip
 PUT = [
     "{{ %s }}", "{%% set x = %s %%}", "{%% if %s %%}{%% endif %%}", "{%% for a in %s %%}{{ a }}{%% endfor %%}",
     "{%% import 'harm.py' as a %%}%s", "{%% include 'harm.py' %%}%s",
+    "{%% for a in [[[]]] recursive %%}{{ loop([a]) }}{%% endfor %%}%s",
     "{%% macro m() %%}{{ m() }}{%% endmacro %%}{{ m() }}%s",
+]  # fmt: skip
+
+
+ENDLESS = [
+    b"{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}", b"{{ 9**(9**9) }}",
+    b"{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
 ]  # fmt: skip
 
 
@@ -93,16 +101,19 @@ def template(random: Random, data: bytes) -> bytes:
     """Add expressions that access Python to a Jinja template, or change it as text."""
     if random.random() < 0.4:
         return text(random, data)
-    put = random.choice(PUT)
-    new = (put % random.choice(EXPRESSIONS)).encode()
+    new = (random.choice(PUT) % random.choice(EXPRESSIONS)).encode()
+    if random.random() < 0.04:  # few, because each takes as long as it may
+        new = random.choice(ENDLESS)
     at = random.choice([0, len(data), random.randrange(len(data))])
     return data[:at] + new + data[at:]
 
 
-CHAT = Chat(
-    "chats.jsonl, line 1",
-    [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}],
-)
+CHAT = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "a"), ("assistant", "b c"))]
+NUMBERS = """{%- set n = namespace(x=3) %}{% for i in range(2) %}{% for j in range(2, 5, 1) %}{{ i * 2 ** n.x }}
+{%- endfor %}{% endfor %}{{ 'ab' * 2 }}{{ 'ab' | center(8) | indent(4) | truncate(9) }}
+{{- '%5d' | format(7) }}{{ 1.5 | round(1) }}
+{%- for m in messages | batch(1) %}{% for o in m %}{% generation %}{{ o.content[0:9] }}{% endgeneration %}{% endfor %}
+{%- endfor %}{{ messages | tojson(indent=2) }}"""
 
 
 @cache
@@ -112,7 +123,9 @@ def of_chats(folder: str) -> Any:
 
 def render(folder: Path) -> None:
     given = (folder / "file").read_text(errors="replace")
-    ChatTemplate(of_chats(str(folder)).transformers, given, "a tokenizer")(CHAT)
+    template = ChatTemplate(of_chats(str(folder)).transformers, given, "a tokenizer")
+    with limited(chat_dataset, MEMORY=128 << 20, SECONDS=1):
+        chat_dataset.render("chats.jsonl", "--data-path", template)
 
 
 BPE = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
@@ -135,6 +148,7 @@ READERS = [
     reader("hf_tokenizer_config", lambda: [files("HuggingFaceTokenizer")["tokenizer_config.json"]], config, HF,
            "tokenizer_config.json", other_files=without("HuggingFaceTokenizer", "tokenizer_config.json"), memory=1024,
            trusted=("transformers",)),
-    reader("chat_template", lambda: [CHATML.encode(), LLAMA3.encode()], template, render,
-           other_files=files("chats") | {"harm.py": HARM}, memory=1024, trusted=("jinja2",)),
+    reader("chat_template", lambda: [CHATML.encode(), LLAMA3.encode(), NUMBERS.encode()], template, render,
+           other_files=files("chats") | {"harm.py": HARM, "chats.jsonl": json.dumps({"messages": CHAT}).encode()},
+           seconds=0.5, trusted=("jinja2",)),
 ]  # fmt: skip

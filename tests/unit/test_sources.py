@@ -411,6 +411,7 @@ def test_a_folder_as_input(tmp_path, capsys, names, line):
 def test_rows_of_parquet_are_read_few_at_a_time_if_they_may_be_long(tmp_path, monkeypatch):
     """A value in the dictionary of a column is small in the file, however many rows have it."""
     rows = []
+    monkeypatch.setattr("megatron.system.own_process.FORK", False)  # so that the patches below see the calls
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a" * 4000] * 100}), tmp_path / "a.parquet")
     read = pyarrow.parquet.ParquetFile.iter_batches
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches",

@@ -13,6 +13,7 @@ import logging
 import os
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,13 +24,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from megatron.system.own_process import Ended, in_own_process
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import parse_split
 from megatron.training.data import index_files as data_files
-from megatron.training.data.chat_template import ChatTemplate, read_chats
+from megatron.training.data.chat_template import LONGEST, ChatTemplate, read_chats
 from megatron.training.data.index_files import load_numbers
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
 from megatron.training.data.sources.contents import content_of
+from megatron.training.data.sources.remote import is_remote
 from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.ownership.atomic import atomic_folder, check_complete
@@ -82,6 +85,8 @@ def epoch(lengths: np.ndarray, capacity: int, key: tuple[int, ...]) -> list[np.n
 # The first rank renders the tokens of a file of chats once and keeps them next to the data.
 
 logger = logging.getLogger(__name__)
+# A template is a program, whose loops and texts may have any size. Limits of the process that renders a file's chats:
+MEMORY, BYTES_RENDERED, SECONDS = 2 << 30, 250, 600  # bytes, besides some a byte of the longest chat; CPU time of one
 PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np.int64}
 
 
@@ -109,15 +114,29 @@ def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> S
     Raises:
         Refusal: a conversation is invalid or the template cannot render it (with file and line); or there is none.
     """
-    tokens, spoken, starts, lines = array("i"), bytearray(), array("q", [0]), array("q")
-    with tqdm(unit=" chats", desc=os.path.basename(path), disable=None if bar else True) as progress:
+    tokens, spoken, starts, lines, where = array("i"), bytearray(), array("q", [0]), array("q"), path
+
+    def chats() -> Iterator[tuple[str] | tuple[int, bytes, bytes]]:
         for chat in read_chats(path, flag):
+            yield (chat.where,)
             rendered = template(chat)
-            tokens.frombytes(rendered.ids.tobytes())
-            spoken += rendered.spoken.tobytes()
-            starts.append(len(tokens))
-            lines.append(int(chat.where.rpartition(" ")[2]))
-            progress.update()
+            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), rendered.spoken.tobytes()
+
+    longest = os.path.getsize(path) if path.endswith((".json", ".jsonl")) and not is_remote(path) else LONGEST
+    memory = MEMORY + BYTES_RENDERED * min(longest, LONGEST)
+    with tqdm(unit=" chats", desc=os.path.basename(path), disable=None if bar else True) as progress:
+        try:
+            for item in in_own_process(chats, memory=memory, seconds=SECONDS, errors=(Refusal, OSError)):
+                if len(item) == 1:
+                    where = item[0]
+                    continue
+                lines.append(item[0])
+                tokens.frombytes(item[1])
+                spoken += item[2]
+                starts.append(len(tokens))
+                progress.update()
+        except Ended as ended:
+            raise Refusal(f"{where}: the chat template cannot be rendered: {ended}") from None
     if not lines:
         raise Refusal(f"{flag} {path}: it has no conversations")
     parts = (np.frombuffer(part, kind) for part, kind in zip((tokens, spoken, starts, lines), PARTS.values()))

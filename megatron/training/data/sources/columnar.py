@@ -2,7 +2,8 @@
 """Rows of Parquet and Arrow files, and the files of folders that Hugging Face's ``datasets`` has saved.
 
 A group is what the format can read alone: a row group of Parquet, a batch of Arrow. Groups are read one at a time, and
-their rows a few at a time. A group that is damaged does not prevent the next ones from being read.
+their rows a few at a time. A group that is damaged does not prevent the next ones from being read. A damaged file may
+end the process that reads it, or take all memory, so a process of its own does that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from megatron.system.own_process import Ended, in_own_process
 from megatron.training.data.sources.remote import exists, open_input
 from megatron.training.json_file import PART, parse_json
 from megatron.training.refusal import Refusal, one_line
@@ -20,6 +22,7 @@ PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 BATCH_ROWS = 32
 DECODED = 1 << 29  # bytes to which the rows of a batch of Parquet may grow
 MOST_VALUES = 1 << 28  # of a row group: their counts take few bytes in the file, but eight each in memory
+MEMORY, SECONDS = 8 << 30, 600  # limits of the process, besides twice the file's size, and of CPU time for a row
 PYARROW = "pip install 'pyarrow>=18,<27'"
 Row = tuple[int, bytes, float, str]
 
@@ -51,8 +54,18 @@ def columnar_rows(
     Raises:
         Refusal: pyarrow is not installed. OSError, ValueError: the file cannot be read.
     """
+    pyarrow = _pyarrow(path, "Parquet" if head.startswith(PARQUET) else "Arrow")
+    limits = {"memory": MEMORY + 2 * max(size, 0), "seconds": SECONDS, "errors": (Refusal, OSError, ValueError)}
+    try:
+        yield from in_own_process(lambda: _rows(pyarrow, path, head, columns, size, span), **limits)
+    except Ended as ended:
+        raise ValueError(str(ended)) from None
+
+
+def _rows(
+    pyarrow: Any, path: str, head: bytes, columns: Sequence[str], size: int, span: tuple[float, float]
+) -> Iterator[Row]:
     parquet = head.startswith(PARQUET)
-    pyarrow = _pyarrow(path, "Parquet" if parquet else "Arrow")
     failures = (pyarrow.ArrowException, OverflowError, RecursionError, UnicodeDecodeError)
     try:
         with open_input(path) as raw:
