@@ -107,9 +107,11 @@ def test_03_a_broken_file_ends_in_one_line(tmp_path, capsys):
 
 
 def test_04_every_reader_is_given_broken_files():
-    from tests.fuzz import data_readers, test_data_bytes, tokenizer_readers
+    from tests.fuzz import checkpoint_readers, data_readers, test_readers, tokenizer_readers
 
-    assert test_data_bytes.READERS == [*data_readers.READERS, *tokenizer_readers.READERS]
+    assert test_readers.READERS == [
+        *data_readers.READERS, *tokenizer_readers.READERS, *checkpoint_readers.READERS
+    ]  # fmt: skip
 
 
 def test_05_code_next_to_a_tokenizer_is_not_run(tmp_path):

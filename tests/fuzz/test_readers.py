@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of data and of settings return a value or refuse in one line, also for broken and hostile files."""
+"""All readers return a value or refuse in one line, also for broken and hostile files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 
 import pytest
 
-from tests.fuzz import data_readers, harness, tokenizer_readers
-from tests.fuzz.test_checkpoint_bytes import check
+from tests.fuzz import checkpoint_readers, data_readers, harness, tokenizer_readers
 
-READERS = [*data_readers.READERS, *tokenizer_readers.READERS]
+READERS = [*data_readers.READERS, *tokenizer_readers.READERS, *checkpoint_readers.READERS]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
@@ -34,3 +33,11 @@ def test_new_inputs(reader, tmp_path, pytestconfig):
     count = int(os.environ.get("FUZZ", 10_000 if pytestconfig.getoption("--full") else 100))
     inputs = harness.fresh(reader, int(os.environ.get("FUZZ_SEED", 0)), count)
     check(reader, harness.run(reader, inputs, tmp_path))
+
+
+def check(reader: harness.Reader, outcome: harness.Outcome) -> None:
+    print(f"{reader.name}: {outcome.values} values, {outcome.refusals} refusals, {outcome.seconds:.1f} s")
+    for line, count in outcome.lines.most_common(40):
+        print(f"  {count:6} {line}")
+    message = [f"{one.label}: {one.what} (kept as {harness.keep(reader, one)})" for one in outcome.failures[:20]]
+    assert not message, "\n".join(message)
