@@ -235,14 +235,8 @@ def _load(
     network = foreign.network if foreign else flat(common.get("config", {}))
     check_model(network, config, path.path, changed=settings.finetune or pretrained)
     new_adapters = adapters_are_new(network, config.model, path.path, weights_only)
-    saved, vocab_size = common.get("vocab_size"), getattr(unwrap(chunks[0]), "real_vocab_size", None)
-    if foreign:
-        load_torch_dist.check_vocabulary(foreign, vocab_size, config)
-    elif saved is not None and saved != vocab_size:
-        raise Refusal(
-            f"checkpoint {path} has a vocabulary of {saved} tokens, this run's tokenizer has {vocab_size}: use the "
-            "checkpoint's tokenizer"
-        )
+    if foreign:  # of this program's checkpoints, arguments_of.vocabulary gave the model its rows
+        load_torch_dist.check_vocabulary(foreign, getattr(unwrap(chunks[0]), "real_vocab_size", None), config)
     with_optimizer = settings.load_optim and not weights_only
     if with_optimizer and not (foreign.has_optimizer if foreign else "optimizer" in common):
         raise Refusal(
