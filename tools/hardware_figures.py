@@ -60,7 +60,7 @@ def chosen_effort(args: argparse.Namespace, device: str) -> Effort:
 
 def follow(device: torch.device, plan: Effort) -> int:
     """Take part in the collectives (on every rank of torchrun except rank 0); returns the exit code."""
-    figures(device, int(os.environ["LOCAL_WORLD_SIZE"]), plan, lambda text: None)
+    figures(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), plan, lambda text: None)
     return 0
 
 
@@ -69,7 +69,7 @@ def measured(device: torch.device, plan: Effort, args: argparse.Namespace) -> di
     cuda = device.type == "cuda"
     processes = args.processes or (torch.cuda.device_count() if cuda else min(2, os.cpu_count() or 1))
     if "RANK" in os.environ:
-        processes = int(os.environ["LOCAL_WORLD_SIZE"])
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if cuda and processes > torch.cuda.device_count():
         raise Refusal(f"--processes {processes}: there are only {torch.cuda.device_count()} GPUs: give at most as many")
     if not cuda:

@@ -27,6 +27,7 @@ import argparse
 import json
 from datetime import timedelta
 
+from megatron.system.srun import check_ranks
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 
@@ -44,6 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.platform.network import Unusable, meet
     from tools import hardware_figures as hardware
 
+    try:
+        check_ranks(os.environ)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     rank = int(os.environ.get("RANK", "0"))
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     try:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 SLURM = {  # torchrun's variable -> that of a task of srun
     "RANK": "SLURM_PROCID",
@@ -13,6 +13,9 @@ SLURM = {  # torchrun's variable -> that of a task of srun
 }
 COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PORT = "29500"  # torchrun's default
+LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1,
+         "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}  # fmt: skip
+MOST = {"MASTER_PORT": 2**16 - 1}
 
 
 def take_ranks_of_srun(environment: MutableMapping[str, str]) -> None:
@@ -21,8 +24,10 @@ def take_ranks_of_srun(environment: MutableMapping[str, str]) -> None:
     Nothing is set if RANK or WORLD_SIZE is. A batch script is no task, and has no SLURM_STEP_NUM_TASKS.
 
     Raises:
-        ValueError: a launcher started several processes, each of which would be a run of its own.
+        ValueError: a launcher started several processes, each of which would be a run of its own; or torchrun's
+            variables are wrong.
     """
+    check_ranks(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return
     several = [name for name in COUNTS if environment.get(name, "").isdigit() and int(environment[name]) > 1]
@@ -38,3 +43,22 @@ def take_ranks_of_srun(environment: MutableMapping[str, str]) -> None:
         f"{several[0]}={environment[several[0]]}, but RANK and WORLD_SIZE are not set, so that each process would run "
         f"by itself: start with torchrun, or with srun and MASTER_ADDR; for one process, unset {several[0]}"
     )
+
+
+def check_ranks(environment: Mapping[str, str]) -> None:
+    """Raise ValueError if a variable of a launcher is not a number, or too large."""
+    numbers = {}
+    for name, least in LEAST.items():
+        if (value := environment.get(name)) is None:
+            continue
+        most = MOST.get(name, 2**31 - 1)
+        if not (value.isascii() and value.isdigit() and len(value) < 12 and least <= int(value) <= most):
+            shown = value if len(value) < 40 and value.isprintable() else f"{len(value)} characters"
+            raise ValueError(f"the environment has {name}={shown}, not a number from {least} to {most}: unset it")
+        numbers[name] = int(value)
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in numbers and ranks in numbers and numbers[rank] >= numbers[ranks]:
+            raise ValueError(
+                f"the environment has {rank}={numbers[rank]} and {ranks}={numbers[ranks]}: ranks count from 0; start "
+                "with torchrun, or unset both"
+            )

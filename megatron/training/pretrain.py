@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from megatron.system.srun import take_ranks_of_srun
+from megatron.system.srun import check_ranks, take_ranks_of_srun
 from megatron.training.arguments.argv import take_ranks
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
@@ -49,10 +49,9 @@ def main(
     given = sys.argv[1:] if argv is None else argv
     try:
         take_ranks(given, os.environ)
+        follow_srun(simulated="--dry-run" in given)
         if idle_in_dry_run(given, os.environ):
             return 0
-        if "--dry-run" not in given:
-            follow_srun()
 
         def read(iteration: int) -> Config:
             return parse(argv, defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of, fastest, iteration)
@@ -73,14 +72,17 @@ def main(
         return EXIT_INTERRUPTED
 
 
-def follow_srun() -> None:
+def follow_srun(simulated: bool = False) -> None:
     """Take the ranks of tasks that srun started; the parallel sizes depend on their number.
 
+    Args:
+        simulated: a dry run, for which one of them suffices.
+
     Raises:
-        Refusal: several processes were started, and nothing says which of them this one is.
+        Refusal: several processes were started, and nothing says which of them this one is; or it says nonsense.
     """
     try:
-        take_ranks_of_srun(os.environ)
+        (check_ranks if simulated else take_ranks_of_srun)(os.environ)
     except ValueError as error:
         raise Refusal(str(error)) from None
 

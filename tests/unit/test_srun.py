@@ -58,3 +58,30 @@ def test_processes_that_would_each_run_alone_are_refused(environment, named, mon
         cp.initialize_grid()
     assert main(["--num-layers", "2"]) == 2
     assert capsys.readouterr().err.startswith(f"error: {named}, but RANK and WORLD_SIZE are not set")
+
+
+WRONG = [
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two, not a number from 1 to 2147483647: unset it"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0, not a number"),
+    ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1, not a number from 0"),
+    ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2: ranks count from 0"),
+    ({"LOCAL_RANK": "9", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_RANK=9 and LOCAL_WORLD_SIZE=8: ranks count from 0"),
+    ({"LOCAL_WORLD_SIZE": "9" * 5000}, "LOCAL_WORLD_SIZE=5000 characters, not a number"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000, not a number from 1 to 65535"),
+    ({"OMPI_COMM_WORLD_SIZE": ""}, "OMPI_COMM_WORLD_SIZE=, not a number from 1"),
+    ({"WORLD_SIZE": "\u0662"}, "WORLD_SIZE=\u0662, not a number from 1"),
+]
+
+
+@pytest.mark.parametrize("environment, line", WRONG)
+@pytest.mark.parametrize("flags", [["--num-layers", "2"], ["--dry-run"]], ids=["run", "dry run"])
+def test_variables_that_are_no_ranks_are_refused(environment, line, flags, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "LOCAL_RANK" not in environment:  # which waits for the first rank to print the line
+        assert main(flags) == 2
+        assert f": the environment has {line}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="^the environment has "):
+        cp.initialize_grid()
