@@ -28,6 +28,7 @@ from tools import collect_text, data, preprocess_data, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 RACES = 50 if os.environ.get("RACES") else 2
+KILLS = 20 if os.environ.get("KILLS") else 1
 CONTEXT = multiprocessing.get_context("fork")
 LINES = [json.dumps({"text": f"document {i} " + "abc " * (i % 9), "n": i}) + "\n" for i in range(40)]
 
@@ -67,6 +68,7 @@ def samples(folder: Path, packing: str = "greedy", url: str = "") -> list[list[i
 
 
 def write(folder: Path, name: str = "w", first: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
     writer = TokenWriter(str(folder / f"{name}.bin"), np.uint16)
     lengths = np.random.default_rng(first).permutation(np.arange(10, 40))
     writer.add((np.arange(lengths.sum()) + first) % 999, lengths.tolist())
@@ -308,13 +310,20 @@ def started(body: Callable[[], object], messages: Path) -> multiprocessing.Proce
     return process
 
 
+def seen(folder: Path, *how: str) -> None:
+    """Each job must see the samples that one job alone sees."""
+    write(alone := folder / f"alone-{os.getpid()}")
+    assert samples(folder, *how) == samples(alone, how[0])
+
+
 RACING = {
     "whole": (lambda folder: preprocess(folder, "--overwrite", workers=2), "o_text_document"),
     "partitions": (lambda folder: preprocess(folder, "--partitions", 3, "--overwrite"), "o_text_document"),
     "merge": (lambda folder: merge(folder, "--overwrite"), "o_text_document"),
     "split": (lambda folder: of_files(folder), "m"),
-    "packing plan": (lambda folder: samples(folder, "best-fit"), ""),
-    "copies": (lambda folder: samples(folder, url=f"file://{folder}/w"), ""),
+    "index cache": (lambda folder: seen(folder, "greedy"), ""),
+    "packing plan": (lambda folder: seen(folder, "best-fit"), ""),
+    "copies": (lambda folder: seen(folder, "greedy", f"file://{folder}/w"), ""),
 }
 
 
@@ -386,6 +395,99 @@ def test_nothing_outlives_a_tool_that_is_ended(tmp_path, number):
         preprocess(tmp_path)  # the next run removes what is left
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*owner*"))
     assert bool(list(tmp_path.glob("o_*"))) == (number == signal.SIGKILL)
+
+
+# The same for each way to work with processes, at random times. KILLS=1 tries 20 of each signal.
+PARALLEL: dict[str, tuple[object, ...]] = {
+    "whole": (),
+    "metadata": ("--keep-metadata", "n"),
+    "partitions": ("--partitions", 3),
+    "task of an array": ("--engine", "slurm", "--of", 2, "--shard", 1),
+    "table": (),  # of Parquet, which a process of each reader reads
+}
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("what", PARALLEL)
+@pytest.mark.lab
+def test_tools_that_are_ended_at_random_times(tmp_path, what):
+    """Nothing is left but complete parts, which the next run continues; after SIGKILL it first removes the rest."""
+    flags, draw, ended = PARALLEL[what], random.Random(what), 0
+    name = "a.parquet" if what == "table" else "a.jsonl"
+    if what == "table":
+        pytest.importorskip("pyarrow.parquet").write_table(table_of(LINES * 200), tmp_path / name, row_group_size=500)
+    else:
+        (tmp_path / name).write_text("".join(LINES) * 200)
+
+    def run(folder: Path) -> None:
+        preprocess(folder, "--input", tmp_path / name, "--overwrite", *flags, workers=2)
+
+    expected = whole(tmp_path / "expected", run)
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) * KILLS:
+        (folder := tmp_path / "f").mkdir()
+        foreign = [folder / place for place in ("thesis.tex", "o.parts/thesis.tex", "o_text_document.bin.0.tmp")]
+        for path in foreign:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        process = started(lambda: run(folder), folder / "messages")  # noqa: B023
+        children: set[int] = set()
+        end = time.monotonic() + patience(60)
+        until = end
+        while process.is_alive() and time.monotonic() < until:
+            children |= set(descendants(process.pid))
+            if until == end and children:
+                until = time.monotonic() + draw.uniform(0, 0.5)
+            time.sleep(0.005)
+        ended += process.is_alive()
+        while process.is_alive() and time.monotonic() < end:
+            children |= set(descendants(process.pid))
+            os.kill(process.pid, number)
+            process.join(0.5)
+        while any(map(running, children)) and time.monotonic() < end:
+            time.sleep(0.01)
+        messages = (folder / "messages").read_text()
+        assert not [child for child in children if running(child)], (number, messages)
+        codes = {-9} if number == signal.SIGKILL else {130 if number == signal.SIGINT else 128 + number}
+        assert process.exitcode in codes | {0} and "Traceback" not in messages, (number, process.exitcode, messages)
+        if number != signal.SIGKILL:
+            assert not unfinished(folder, foreign), (number, messages)
+        assert whole(folder, run) == expected
+        assert not unfinished(folder, foreign) and all(path.read_text() == "mine" for path in foreign)
+        shutil.rmtree(folder)
+    print(f"{what}: {4 * KILLS} runs, {ended} ended before they were done")
+    assert KILLS == 1 or ended > 2 * KILLS
+
+
+def whole(folder: Path, run: Callable[[Path], None]) -> dict[str, bytes]:
+    """The content of all files that a complete run writes, by name."""
+    folder.mkdir(exist_ok=True)
+    run(folder)
+    return {path.name: path.read_bytes() for path in folder.rglob("0*-of-*") if path.suffix != ".json"} | {
+        path.name: path.read_bytes() for path in folder.glob("o_*") if path.suffix in (".bin", ".idx", ".jsonl")
+    }
+
+
+def unfinished(folder: Path, foreign: list[Path]) -> list[str]:
+    """Temporary files, locks, and files of an output of which others are missing."""
+    paths = [path for path in folder.rglob("*") if path not in foreign]
+    left = [path.name for path in paths if ".tmp" in path.name or "owner" in path.name]
+    ends = {path.suffix for path in folder.glob("o_text_document.*") if path not in foreign}
+    return left + ([f"only {sorted(ends)}"] if ends and not {".bin", ".idx"} <= ends else [])
+
+
+def table_of(lines: list[str]) -> object:
+    import pyarrow
+
+    return pyarrow.Table.from_pylist([json.loads(line) for line in lines])
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        tasks = [Path(f"/proc/{pid}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return []
+    children = [int(child) for text in tasks for child in text.split()]
+    return children + [one for child in children for one in descendants(child)]
 
 
 def running(worker: int) -> bool:
