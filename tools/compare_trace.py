@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from megatron.system.whole_file import replace_file
 from tools import trace_alignment as traces
 from tools.merged_trace import merged
 from tools.profiled_trace import measured
@@ -64,9 +65,9 @@ def _run(options: argparse.Namespace, ranks: list[int]) -> int:
             console.print(f"- {name}: {abs(more)} more {'predicted' if more > 0 else 'measured'}")
         rows.append({"rank": rank, "share": result.share, "rows": result.rows(), "alone": dict(result.differences())})
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        replace_file(options.json, json.dumps(rows, indent=1) + "\n")
     if options.merged:
-        options.merged.write_text(json.dumps(merged(dry, real)) + "\n")
+        replace_file(options.merged, json.dumps(merged(dry, real)) + "\n")
         console.print(f"both: {options.merged}")
     return 0
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron.formulas.parameters import stage_parameters
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import memory_table as tables
-from megatron.training.ownership.own_files import replace_file
+from megatron.system.whole_file import replace_file
 from megatron.training.refusal import Refusal, reason
 from megatron.training.untrusted.largest_numbers import MOST_RANKS
 

@@ -40,7 +40,7 @@ from megatron.simulator.planner.request import Request, tokens
 from megatron.simulator.planner.run_cost import Terms
 from megatron.simulator.planner.search import NEAR, all_strategies, search
 from megatron.simulator.planner.search_space import Limits
-from megatron.training.ownership.own_files import replace_file
+from megatron.system.whole_file import replace_file
 from megatron.training.refusal import Refusal, Refusals
 from tools.plan_options import MARGIN, parser, planning_problems, terms
 

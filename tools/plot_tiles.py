@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.decisions.division import length_unit
+from megatron.system.whole_file import save_figure
 from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_model import complete_attention
@@ -168,7 +169,7 @@ def _save(options: argparse.Namespace, columns: int, draw: Any) -> None:
     figure = pyplot.figure(figsize=size, dpi=110, layout="constrained")
     draw(figure)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.output)
+    save_figure(figure, options.output)
     pyplot.close(figure)
 
 

@@ -20,8 +20,8 @@ import tools.interrupts  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 
+from megatron.system.whole_file import replace_file
 from megatron.training.arguments.parser import parse
-from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal
 
 PHASES = ("forward", "backward")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of the operating system, without torch"""
+"""Processes and files of the operating system, without torch"""

@@ -16,7 +16,6 @@ from megatron.training.ownership.own_files import (
     one_job_of_ranks,
     remove_listed,
     remove_made,
-    replace_file,
     temporary_name,
     unfinished,
 )
@@ -83,19 +82,6 @@ def test_only_files_of_known_names_are_removed(tmp_path: Path) -> None:
     assert (outside / "a.json").exists() and not (made / "in").exists()
     assert remove_made(made / "link", ["*.json"]) == [""] and (outside / "a.json").exists()
     assert remove_made(made, ["[tlc]*"]) == [] and not made.exists() and (outside / "a.json").exists()
-
-
-def test_a_small_file_is_replaced_at_once(tmp_path: Path, monkeypatch) -> None:
-    (file := tmp_path / "a").write_text("old")
-    (tmp_path / "link").symlink_to(file)
-    replace_file(tmp_path / "link", "new")
-    assert file.read_text() == "new" and (tmp_path / "link").is_symlink()
-    replace_file(os.devnull, "x")
-    assert not os.path.isfile(os.devnull)
-    monkeypatch.setattr(os, "replace", lambda *_: os.stat("missing"))
-    with pytest.raises(FileNotFoundError):
-        replace_file(file, "newer")
-    assert file.read_text() == "new" and {path.name for path in tmp_path.iterdir()} == {"a", "link"}
 
 
 def test_the_first_rank_has_the_lock_of_an_output(tmp_path: Path) -> None:

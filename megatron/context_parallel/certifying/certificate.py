@@ -24,6 +24,7 @@ from megatron.context_parallel.certifying.sight import (
     rows_by_rank,
     tokens_to_change,
 )
+from megatron.system.whole_file import save_figure
 
 Sizes = Mapping[str, int]
 
@@ -130,7 +131,7 @@ class Certificate:
         axes.set_title("Right" if self.right else "Wrong")
         bar = figure.colorbar(image, label="error of the gradient / what rounding explains", extend="both")
         bar.set_ticks([-2, -1, 0, 1, 2], labels=["0.01", "0.1", "1", "10", "100"])
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path, dpi=120)
 
 
 def certify(

@@ -10,6 +10,7 @@ import time
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import processes
 from megatron.training.pretrain import EXIT_FAILED
+from megatron.training.refusal import reason
 
 
 def simulate(config: Config) -> int:
@@ -45,6 +46,7 @@ def simulate(config: Config) -> int:
             written = write(result, simulation.dry_run_json, simulation.dry_run_trace_events)
             console.print(f" > wrote {', '.join(written)}", soft_wrap=True)
         except OSError as error:  # the tables have been printed
-            print(f"error: --dry-run-json {simulation.dry_run_json}: {error.strerror}", file=sys.stderr)
+            where = error.filename or simulation.dry_run_json
+            print(f"error: --dry-run-json: {where} cannot be written: {reason(error)}", file=sys.stderr)
             return EXIT_FAILED
     return EXIT_FAILED if result.fits is False else 0

@@ -18,7 +18,7 @@ from megatron.simulator.cost.trace import AXES
 from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, runtime_memory
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
-from megatron.training.ownership.own_files import replace_file
+from megatron.system.whole_file import replace_file
 from megatron.training.refusal import Refusal
 from megatron.training.report.layer_traffic import describe_layers, layer_traffic
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable

@@ -9,6 +9,7 @@ a million spans are drawn as fast as a hundred.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Iterator
 from itertools import accumulate
@@ -20,6 +21,7 @@ import numpy as np
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import HOST, Interval, Replay, duration
 from megatron.simulator.dry_run.whole_step import Placed, stage_name
+from megatron.system.whole_file import save_figure, whole_file
 from megatron.training.report.memory_picture import GREY, INK, PHASES, pyplot_for_files
 
 COLUMNS = 1200
@@ -100,7 +102,7 @@ def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
     axes.tick_params(axis="y", length=0)
     draw_legend(figure, [kind for kind in ("gemm", "attention", "memory") if ("compute", kind) in filled])
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
+    save_figure(figure, output)
     pyplot.close(figure)
 
 
@@ -161,9 +163,10 @@ def write_trace(result: DryRun, path: str | Path, most: int = MOST_EVENTS) -> No
     """
     ranks, detailed = shown(result, most)
     about = metadata(result, ranks, detailed)
-    opened = gzip.open(path, "wt", encoding="utf-8", compresslevel=5) if str(path).endswith(".gz") else open(path, "w")
-    with opened as file:
-        _write(file, about, (event for rank in ranks for event in rank_events(result, rank, detailed)))
+    with whole_file(path) as raw:
+        stream = gzip.open(raw, "wb", compresslevel=5) if str(path).endswith(".gz") else raw
+        with io.TextIOWrapper(stream, encoding="utf-8") as file:
+            _write(file, about, (event for rank in ranks for event in rank_events(result, rank, detailed)))
 
 
 def _write(file: TextIO, about: Event, events: Iterator[Event]) -> None:

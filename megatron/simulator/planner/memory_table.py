@@ -19,6 +19,7 @@ from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.planner.search_space import expert_sizes
+from megatron.system.whole_file import save_figure
 from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.models import model_shape
 from megatron.training.families.named import shape as named_shape
@@ -256,4 +257,4 @@ def draw(rows: Sequence[Row], title: str, path: Path, machine: Machine | None = 
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)

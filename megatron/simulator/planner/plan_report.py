@@ -18,7 +18,8 @@ from megatron.simulator.planner.plans import Plan, Problem, priced
 from megatron.simulator.planner.request import JOB, Request
 from megatron.simulator.planner.run_cost import Run
 from megatron.simulator.planner.search import SearchResult, all_strategies
-from megatron.training.refusal import Refusal
+from megatron.system.whole_file import save_figure
+from megatron.training.refusal import Refusal, reason
 from megatron.training.report.memory_picture import INK, pyplot_for_files
 
 
@@ -249,9 +250,9 @@ def draw(result: SearchResult, problem: Problem, output: str, model: str) -> Non
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="upper left")
     try:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output)
+        save_figure(figure, output)
     except (OSError, ValueError) as error:
-        raise Refusal(f"--output {output}: cannot be written: {error}") from None
+        raise Refusal(f"--output {output}: cannot be written: {reason(error)}") from None
     finally:
         pyplot.close(figure)
 

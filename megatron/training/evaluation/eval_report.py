@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.system.whole_file import replace_file, save_figure
 from megatron.training.evaluation.tasks import Result
-from megatron.training.ownership.own_files import replace_file
 from megatron.training.refusal import Refusal, reason
 from megatron.training.report.memory_picture import pyplot_for_files
 
@@ -28,8 +27,7 @@ def draw(results: dict[str, Result], folder: Path) -> list[str]:
     for name, (function, result) in pictures.items():
         figure = function(result)
         figure.tight_layout()
-        figure.savefig(drawn := io.BytesIO())
-        replace_file(folder / name, drawn.getvalue())
+        save_figure(figure, folder / name)
         pyplot_for_files().close(figure)
     return [str(folder / name) for name in pictures]
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.system.whole_file import replace_file
 from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
@@ -120,7 +121,7 @@ def write_batch(job: Job, result: StepResult) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(batch, f"{path}.safetensors")
-        path.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
+        replace_file(path.with_suffix(".json"), json.dumps(record, indent=2) + "\n")
     except (OSError, SafetensorError) as error:  # the latter on a full disk
         return f"not written ({reason(error)})"
     return f"written to {path}.safetensors"

@@ -7,12 +7,12 @@ import os
 import re
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from megatron.system.whole_file import is_special
 from megatron.training.ownership.lock_file import POLL, InUse, Owner, take
 from megatron.training.refusal import together
 
@@ -61,7 +61,7 @@ def one_job_of_ranks(target: str | Path | None, first: bool) -> Iterator[None]:
     """
 
     def hold(stack: ExitStack) -> None:
-        if first and target is not None and not _is_special(target):
+        if first and target is not None and not is_special(target):
             stack.enter_context(one_job(target))
             for path in unfinished(target):
                 os.unlink(path)
@@ -69,30 +69,6 @@ def one_job_of_ranks(target: str | Path | None, first: bool) -> Iterator[None]:
     with ExitStack() as stack:
         together(lambda: hold(stack))
         yield
-
-
-def _is_special(path: str | Path) -> bool:
-    """Whether the path is a terminal, a pipe or the like, of which there is one for all jobs."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
-
-
-def replace_file(path: str | Path, data: str | bytes) -> None:
-    """Write a small file completely or not at all; the last of several jobs wins. Raises OSError.
-
-    A link stays one, and something else than a file, such as /dev/stdout, is written to.
-    """
-    real, data = os.path.realpath(path), data.encode() if isinstance(data, str) else data
-    if _is_special(real):
-        Path(real).write_bytes(data)
-        return
-    temporary = f"{real}.{uuid.uuid4().hex}.tmp"
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, real)
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
 
 
 def temporary_name(target: str | Path, owner: Owner) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.system.whole_file import save_figure
 from megatron.training.json_file import parse_json, read_bytes
 
 Profile = dict[str, Any]
@@ -118,7 +119,7 @@ def draw(profiles: list[Profile], titles: list[str], output: str | Path, by: str
         panels[row][0].set_ylabel(f"{name} ({unit_of(most)})", color=INK)
     _legend(figure, data)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
+    save_figure(figure, output)
     pyplot.close(figure)
 
 

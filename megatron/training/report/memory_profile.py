@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+from megatron.system.whole_file import replace_file
 from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal, reason
 from megatron.training.report.memory_picture import KINDS, Profile, draw, peak_of, readable
@@ -159,8 +160,7 @@ def write_profile(folder: str, iteration: int, profile: Profile, device: str) ->
     most, kinds = peak_of(profile)
     parts = ", ".join(f"{kind} {readable(size)}" for kind, size in kinds.items())
     try:
-        with open(path, "w") as file:
-            json.dump(profile, file, separators=(",", ":"))
+        replace_file(path, json.dumps(profile, separators=(",", ":")))
         draw([profile], [f"Memory of step {iteration} on rank {rank}"], path.removesuffix("json") + "png")
     except Exception as error:  # any error in drawing: a run must not end because of a picture
         return f" WARNING: --profile-memory {folder}: {reason(error)}; going on without it"
