@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from megatron.system.processes import this_process
 from megatron.training.ownership import own_files
 from megatron.training.ownership.lock_file import InUse
 from megatron.training.ownership.own_files import (
     one_job,
     one_job_of_ranks,
+    remove_left,
     remove_listed,
     remove_made,
     temporary_name,
@@ -69,6 +74,46 @@ def test_one_target_has_one_job(tmp_path: Path, capsys, monkeypatch) -> None:
         owner.check()
         assert unfinished(target) == sorted([temporary_name(target, owner), f"{target}.{'0' * 32}.tmp"])
     assert not list(tmp_path.glob("*.json")) and not list(tmp_path.glob(".*"))
+
+
+def test_a_signal_at_any_line_of_taking_a_lock_leaves_no_lock_file(tmp_path: Path) -> None:
+    """A signal's handler raises wherever the program is."""
+    at, passed = 0, False
+    while not passed:
+        at, left = at + 1, at
+
+        def trace(frame, event: str, _: object):
+            nonlocal left
+            name = frame.f_code.co_filename
+            if not name.endswith(("own_files.py", "lock_file.py")) or frame.f_code.co_name == "release":
+                return None
+            left -= event == "line"
+            if left < 0:
+                left = 10**9
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            with one_job(tmp_path / "a"):
+                sys.settrace(None)
+                passed = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert not os.listdir(tmp_path), f"interrupted at line {at} of taking it"
+    assert at > 50
+
+
+def test_what_a_killed_job_left_at_a_complete_file_is_removed(tmp_path: Path) -> None:
+    names = (f".a.owner.{'0' * 32}.json", f"a.{'0' * 32}.tmp", "a", ".a.owner.mine.json", f".b.owner.{'0' * 32}.json")
+    for name in names:
+        (tmp_path / name).touch()
+    dead = asdict(this_process()) | {"pid": 2**22 + 1}
+    (tmp_path / names[0]).write_text(json.dumps({"process": dead, "owns": True, "since": "then"}))
+    remove_left(tmp_path / "a")
+    assert {path.name for path in tmp_path.iterdir()} == set(names[2:])
 
 
 def test_only_files_of_known_names_are_removed(tmp_path: Path) -> None:

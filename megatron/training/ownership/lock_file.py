@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
-from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,12 @@ RENEWAL = 2.0  # seconds between two renewals of a lock file
 SILENCE = 20.0  # seconds without renewal after which a job counts as dead; some calls block all threads for seconds
 POLL = 0.25  # seconds between two readings of other jobs' lock files
 LOCK_FILES, SIZE = ".owner.*.json", 1024
+
+
+def pattern_of(name: str) -> re.Pattern[str]:
+    """The names of the lock files of a target; of its folder, if it has no name."""
+    first, last = (re.escape(part) for part in LOCK_FILES.split("*"))
+    return re.compile(f"{re.escape(f'.{name}') if name else ''}{first}[0-9a-f]{{32}}{last}")
 
 
 class Lost(OSError):
@@ -79,10 +84,10 @@ class Owner:
         self.folder, self.token, self.renewal = folder, token, renewal
         self.run, self.lost = "", ""
         self.target, self.other = (str(folder / name), "name") if name else (f"--save {folder}", "folder to --save")
-        self._pattern = f".{escape(name)}{LOCK_FILES}" if name else LOCK_FILES
+        self._pattern = pattern_of(name)
         self._lock_file = folder / f"{'.' if name else ''}{name}{LOCK_FILES.replace('*', token)}"
         self._process, self._since, self._count = this_process(), time.strftime("%F %T"), 0
-        self._owns, self._place = False, (0, 0)
+        self._owns, self._created, self._place = False, False, (0, 0)
         self._writing, self._end = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -100,19 +105,23 @@ class Owner:
 
     def release(self) -> None:
         """Release the target. It may be called twice."""
-        if self._thread is None:
+        if not self._created:
             return
         self._end.set()
-        self._thread.join()
-        self._thread = None
-        with suppress(OSError):
-            self._lock_file.unlink(missing_ok=True)
+        try:  # a signal may end the program at any line of this file
+            if self._thread is not None and self._thread.ident is not None:
+                self._thread.join()
+        finally:
+            self._thread = None
+            with suppress(OSError):
+                self._lock_file.unlink(missing_ok=True)
 
     def _begin(self) -> None:
         """Create the lock file and start to renew it. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._place = _place(self.folder)
         os.listdir(self.folder)  # raises before the first write if other jobs' lock files cannot be listed
+        self._created = True
         os.close(os.open(self._lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         self._write()
         self._thread = threading.Thread(target=self._renew, daemon=True, name=f"owner of {self.target}")
@@ -189,18 +198,26 @@ def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: floa
         InUse: another job has it. Refusal: the folder cannot be listed and written to.
     """
     owner = Owner(folder, uuid.uuid4().hex, renewal, name)
+    acquire(owner, notes, silence)
+    return owner
+
+
+def acquire(owner: Owner, notes: list[str], silence: float = SILENCE) -> None:
+    """The same for an owner that has no lock file yet. After an error or a signal it has none.
+
+    Raises:
+        InUse: another job has the target. Refusal: the folder cannot be listed and written to.
+    """
     try:
         owner._begin()
         _wait_for_others(owner, notes, silence)
         owner._owns = True
         owner._write()
-    except Refusal:
+    except BaseException as error:
         owner.release()
+        if isinstance(error, OSError):
+            raise Refusal(f"{owner.target} cannot be listed and written to: {reason(error)}") from None
         raise
-    except OSError as error:
-        owner.release()
-        raise Refusal(f"{owner.target} cannot be listed and written to: {reason(error)}") from None
-    return owner
 
 
 def _wait_for_others(owner: Owner, notes: list[str], silence: float) -> None:
@@ -245,7 +262,7 @@ def _lock_files(owner: Owner) -> dict[Path, bytes]:
     """The raw contents of other jobs' lock files. Raises OSError."""
     contents = {}
     listed = os.listdir(owner.folder)  # unlike a glob, it raises if the folder cannot be listed
-    for name in sorted(name for name in listed if fnmatchcase(name, owner._pattern)):
+    for name in sorted(name for name in listed if owner._pattern.fullmatch(name)):
         path = owner.folder / name
         if path == owner._lock_file:
             continue

@@ -7,13 +7,14 @@ import os
 import re
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.system.whole_file import is_special
-from megatron.training.ownership.lock_file import POLL, InUse, Owner, take
+from megatron.training.ownership.lock_file import POLL, InUse, Owner, acquire, pattern_of
 from megatron.training.refusal import together
 
 SILENT = 5.0  # seconds of waiting for another job without a message
@@ -30,23 +31,24 @@ def one_job(target: str | Path, wait: float = 0.0) -> Iterator[Owner]:
     Raises:
         InUse: another job has it. Refusal: no lock file can be written next to it.
     """
-    path, begin, told = Path(os.path.abspath(target)), time.monotonic(), False
+    path, begin, told, has = Path(os.path.abspath(target)), time.monotonic(), False, False
     while True:
+        owner = Owner(path.parent, uuid.uuid4().hex, name=path.name)
         try:
-            owner = take(path.parent, [], name=path.name)
-            break
+            acquire(owner, [])
+            has = True
+            yield owner
+            return
         except InUse as error:
             waited = time.monotonic() - begin
-            if waited >= wait:
+            if has or waited >= wait:
                 raise
             if waited > SILENT and not told:
                 print(f"{error.state}: waiting for it, for up to {wait:g} s", file=sys.stderr, flush=True)
                 told = True
             time.sleep(min(POLL, wait))
-    try:
-        yield owner
-    finally:
-        owner.release()
+        finally:
+            owner.release()
 
 
 @contextmanager
@@ -69,6 +71,15 @@ def one_job_of_ranks(target: str | Path | None, first: bool) -> Iterator[None]:
     with ExitStack() as stack:
         together(lambda: hold(stack))
         yield
+
+
+def remove_left(target: str | Path) -> None:
+    """Remove the lock file and unfinished files that a killed job has left at a complete target."""
+    folder, name = os.path.split(os.path.abspath(target))
+    if unfinished(target) or any(map(pattern_of(name).fullmatch, os.listdir(folder))):
+        with suppress(InUse), one_job(target):  # in use: its job has just completed it
+            for path in unfinished(target):
+                os.unlink(path)
 
 
 def temporary_name(target: str | Path, owner: Owner) -> str:

@@ -28,7 +28,7 @@ from megatron.training.data.text_files import ALL, Reader, no_memory
 from megatron.training.json_file import read_json
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.ownership.lock_file import InUse, Owner
-from megatron.training.ownership.own_files import one_job, remove_listed
+from megatron.training.ownership.own_files import one_job, remove_left, remove_listed
 from megatron.training.refusal import Refusal, reason, some
 
 PART_BYTES = 1 << 26  # of the input for each part, where their number is not given
@@ -199,6 +199,7 @@ class Parts:
     def make(self, part: int, workers: int) -> Totals:
         """Make a part if it is not complete. Raises Refusal."""
         if done := self.done(part):
+            remove_left(self.name(part))
             return done
         with one_job(self.name(part)) as owner:
             if done := self.done(part):
