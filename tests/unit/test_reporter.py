@@ -276,3 +276,15 @@ def test_counts_agree_with_megatron_core(changes: dict, parameters: int):
 def test_derived_shapes(changes: dict, derived: tuple[int, int, int]):
     model = derive_shape(replace(SMALL, **changes))
     assert (model.kv_channels, model.ffn_hidden_size, model.num_query_groups) == derived
+
+
+def test_a_log_is_continued_without_touching_other_files(tmp_path):
+    """Rows that are not steps are dropped; a device stays one."""
+    (tmp_path / "log.jsonl.partial").write_text("mine")
+    rows = [b'{"iteration": 1}\n', b'{"iteration": "2"}\n', b'{"iteration": NaN}\n', b"\xff\n", b"[" * 10_000 + b"\n"]
+    (log := tmp_path / "log.jsonl").write_bytes(b"".join([*rows, b'{"iteration": 2}\n', b'{"iteration": 3}\n']))
+    reporter._open_for_rows(str(log), 2).close()
+    assert log.read_bytes() == b'{"iteration": 1}\n{"iteration": 2}\n'
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path != log} == {"log.jsonl.partial": "mine"}
+    reporter._open_for_rows("/dev/null", 2).close()
+    assert Path("/dev/null").is_char_device()

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from megatron.system.whole_file import is_special, whole_file
 from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal, reason
 
@@ -161,28 +162,29 @@ def duration(seconds: float) -> str:
 
 
 def _open_for_rows(path: str, first_iteration: int) -> TextIO:
-    """Open a JSONL file to continue after ``first_iteration``; drops the rows that this run will write again."""
-    kept: list[str] = []
-    partial = f"{path}.partial"
+    """Open a JSONL file to continue after ``first_iteration``; drops the rows that this run will write again.
+
+    Something else than a file, such as a pipe or /dev/null, is only written to.
+    """
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        if os.path.exists(path) and first_iteration > 0:
-            with open(path) as file:
-                kept = [line for line in file if _iteration_of(line) <= first_iteration]
-        with open(partial, "w") as file:
-            file.writelines(kept)
-        os.replace(partial, path)
-        return open(path, "a")
+        if not is_special(path):
+            with whole_file(path) as file:
+                if os.path.exists(path) and first_iteration > 0:
+                    with open(path, "rb") as rows:
+                        file.writelines(line for line in rows if _iteration_of(line) <= first_iteration)
+        return open(path, "a", encoding="utf-8")
     except OSError as error:
-        raise Refusal(f"--log-jsonl {path} cannot be written: {error.strerror}") from None
+        raise Refusal(f"--log-jsonl {path} cannot be written: {reason(error)}") from None
 
 
-def _iteration_of(line: str) -> float:
-    """The iteration of a row; infinite for the incomplete last line of a killed run."""
+def _iteration_of(line: bytes) -> float:
+    """The iteration of a row; infinite for the incomplete last line of a killed run, and for what is no row."""
     try:
-        return json.loads(line)["iteration"]
-    except (ValueError, KeyError, TypeError):
+        number = json.loads(line)["iteration"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
+    return number if isinstance(number, int | float) else math.inf
 
 
 def _start_tensorboard(folder: str, queue: int) -> Any:
