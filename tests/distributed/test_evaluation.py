@@ -6,6 +6,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from megatron.context_parallel.fpdt.log_probs import log_probs
 from tests.distributed.test_hugging_face_load import LLAMA_SIZES
 from tests.distributed.training_runs import RUN, SHAPE, make_job
 from tests.hugging_face import save_model
-from tests.program import run_forked, run_ranks
+from tests.patience import patience
+from tests.program import run_forked, run_ranks, start_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -270,6 +274,47 @@ def test_the_program_writes_tables_json_and_pictures(llama, tmp_path, ranks):
         (length, depth) for length in (128, 256) for depth in (0.0, 0.5, 1.0)
     ]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"evaluation.json", "needle.png", "ruler.png"}
+
+
+RESULTS = {  # program, flags, files that it writes
+    "evaluate": (
+        "--seq-length 64 --eval-tasks loss-by-position perplexity --eval-files {text} --eval-iters 1 --mock-data "
+        "--make-vocab-size-divisible-by 1 --eval-output {out}",
+        {"evaluation.json", "loss-by-position.png"},
+    ),
+    "generate": ("--prompts {text} --max-new-tokens 3 --output {out}/answers.jsonl", {"answers.jsonl"}),
+}
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("program", RESULTS)
+@pytest.mark.lab
+def test_of_two_jobs_with_one_output_each_is_complete_or_refused(llama, tmp_path, program):
+    """In one line, and the results are those of one job. RACES=1 tries 50 random delays of each."""
+    flags, names = RESULTS[program]
+    (text := tmp_path / "text.txt").write_text("3 4 5 6 7 8 9\n")
+    flags += f" --load {llama} --tokenizer-type NullTokenizer --vocab-size 300 --device cpu"
+    draw, refused, expected = random.Random(program), 0, None
+    races = 50 if os.environ.get("RACES") else 1
+    for number in range(races):
+        out = tmp_path / f"{number}"
+        words = flags.format(text=text, out=out).split()
+        jobs = []
+        for at in ("first", "second"):
+            jobs.append(start_forked(ROOT / "tools" / f"{program}.py", words, PROGRAM, tmp_path / f"{at}{number}"))
+            time.sleep(draw.uniform(0, 0.5) if number else 0)
+        for job, at in zip(jobs, ("first", "second")):
+            job.join(patience(100))
+            error = (tmp_path / f"{at}{number}" / "err").read_text()
+            assert job.exitcode in (0, 2) and "Traceback" not in error, error
+            refused += job.exitcode == 2
+            assert job.exitcode == 0 or "is in use by process" in error.strip().splitlines()[-1]
+        assert 0 in [job.exitcode for job in jobs] and {path.name for path in out.iterdir()} == names
+        content = {path.name: path.read_text() for path in out.iterdir() if path.suffix != ".png"}
+        content = {name: re.sub(r'"(seconds|[a-z_]*_per_second)": [^,}]*', "", text) for name, text in content.items()}
+        assert content == (expected := expected or content)
+        assert sorted(path.name for path in tmp_path.iterdir() if ".owner" in path.name or ".tmp" in path.name) == []
+    print(f"{program}: {races} races, {refused} refused")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.system.processes import this_process
 from megatron.training.ownership import own_files
+from megatron.training.ownership.atomic import atomic_files
 from megatron.training.ownership.lock_file import InUse
 from megatron.training.ownership.own_files import (
     one_job,
@@ -24,6 +25,7 @@ from megatron.training.ownership.own_files import (
     temporary_name,
     unfinished,
 )
+from megatron.training.refusal import Refusal
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -114,6 +116,22 @@ def test_what_a_killed_job_left_at_a_complete_file_is_removed(tmp_path: Path) ->
     (tmp_path / names[0]).write_text(json.dumps({"process": dead, "owns": True, "since": "then"}))
     remove_left(tmp_path / "a")
     assert {path.name for path in tmp_path.iterdir()} == set(names[2:])
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_only_files_are_replaced(tmp_path: Path, overwrite: bool) -> None:
+    """A device or a pipe at a file's name stays one, and the files next to it stay what they were."""
+    os.mkfifo(tmp_path / "a.idx")
+    (tmp_path / "b.idx").mkdir()
+    for name in "ab":
+        (tmp_path / f"{name}.bin").write_text("old")
+        with pytest.raises(Refusal, match=rf"{name}.idx is not a file: give another|{name}.bin exists"):
+            with atomic_files([str(tmp_path / f"{name}.{end}") for end in ("bin", "idx")], overwrite) as names:
+                for one in names:
+                    Path(one).write_text("new")
+        assert (tmp_path / f"{name}.bin").read_text() == "old"
+    assert (tmp_path / "a.idx").is_fifo() and (tmp_path / "b.idx").is_dir()
+    assert len(os.listdir(tmp_path)) == 4
 
 
 def test_only_files_of_known_names_are_removed(tmp_path: Path) -> None:

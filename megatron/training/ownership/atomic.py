@@ -77,9 +77,11 @@ def atomic_files(paths: list[str], overwrite: bool, owner: Owner | None = None) 
 
 
 def refuse_existing(paths: list[str], overwrite: bool) -> None:
-    """Refuse to replace files without ``overwrite``."""
-    for path in paths if not overwrite else ():
-        if os.path.exists(path):
+    """Refuse to replace files without ``overwrite``, and ever to replace a folder, a device or a pipe."""
+    for path in (path for path in paths if os.path.exists(path)):
+        if not os.path.isfile(path):
+            raise Refusal(f"{path} is not a file: give another name for the output")
+        if not overwrite:
             raise Refusal(f"{path} exists: give --overwrite to replace it")
 
 
