@@ -122,6 +122,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("template", ENDLESS)
+@pytest.mark.usual(1, 2, 3, 4)  # the first takes the second that it may
 def test_chat_templates_without_end_are_refused_in_one_line(tmp_path, monkeypatch, template):
     make_tokenizer(tmp_path)
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)), None)
