@@ -442,7 +442,7 @@ def test_tools_that_are_ended_at_random_times(tmp_path, what):
         while process.is_alive() and time.monotonic() < end:
             children |= set(descendants(process.pid))
             os.kill(process.pid, number)
-            process.join(0.5)
+            process.join(patience(3))  # then again: one just before a blocking read is lost
         while any(map(running, children)) and time.monotonic() < end:
             time.sleep(0.01)
         messages = (folder / "messages").read_text()
