@@ -71,7 +71,7 @@ def test_masks_on_a_ring(interpreted, mask):
 
 
 @pytest.mark.parametrize("extra", ["alibi", "softcap", "dropout", "all"])
-@pytest.mark.usual(1, 2)
+@pytest.mark.usual(2)
 def test_softcaps_sinks_and_dropout_of_scores(interpreted, extra):
     mask = MASKS["function" if extra == "all" else "causal"]
     check(interpreted(triton_cases.errors, Case(mask, **ZIGZAG, **EXTRAS[extra])))
@@ -142,15 +142,21 @@ def test_plain_ranges_by_their_own_kernel(interpreted, mask, sizes):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **sizes, plain=True)))
 
 
-SHAPED = {"b": 2, "h": 4, "hk": 2, "d": 24, "dv": 40, "one_pass": True}
+ONE = {"q_at": ((0, 37),), "blocks": (((0, 11),), ((11, 37),)), "one_pass": True}
 
 
-@pytest.mark.parametrize("mask, extra", [("function", "all"), ("two-sided", "plain"), ("documents", "dropout")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MASKS["function"], **ONE, **EXTRAS["all"], h=2, hk=1, d=24, dv=40, layout="surrounded"),
+        Case(MASKS["two-sided"], **ONE, b=2, h=4, hk=2, d=24, dv=40),
+        Case(MASKS["documents"], **ONE, b=2, h=4, hk=2, dropout=Dropout(0.1, 5, samples=(3, 8))),
+        Case(MASKS["window"], **ONE, layout="strided"),
+    ],
+    ids=["all", "groups", "dropout", "strided"],
+)
 @pytest.mark.usual(0)
-def test_a_backward_of_one_pass(interpreted, mask, extra):
-    extra = EXTRAS[extra] | ({"dropout": Dropout(0.1, 5, samples=(3, 8))} if "dropout" in EXTRAS[extra] else {})
-    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **extra, **SHAPED)))
-    case = Case(MASKS[mask], ((0, 37),), (((0, 11),), ((11, 37),)), layout="surrounded", one_pass=True)
+def test_a_backward_of_one_pass(interpreted, case):
     check(interpreted(triton_cases.errors, case))
 
 
@@ -238,6 +244,7 @@ def test_one_pass_only_where_it_was_measured_and_may_vary(monkeypatch):
 
 
 @pytest.mark.parametrize("mask", ["window", pytest.param("function", marks=pytest.mark.full)])
+@pytest.mark.lab
 def test_all_ranges_in_one_loop(interpreted, mask):
     case = Case(MASKS[mask], **ZIGZAG, **EXTRAS["softcap"])
     check(interpreted(triton_cases.errors_in_blocks_of, case, 32, 16, False, True))
