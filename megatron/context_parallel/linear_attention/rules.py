@@ -155,22 +155,19 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Decays of log-decays [.., c]: between tokens [.., c, c], from the block's entry to a token [.., c, 1], from a
     token to the block's end [.., c, 1], and of the whole block [.., 1, 1].
 
-    A difference of two sums in fp32 would have an error of the sums' size. Therefore what their rounding cut off is
-    added to it. A token's own decay is 1 whatever the sums are: it gives them no gradient, which would only cancel.
+    A token's own decay is 1 whatever the sums are. It gives them no gradients, which would be large and only cancel.
     """
     forgets = torch.isneginf(g)
-    exact, part = g.masked_fill(forgets, 0.0).double().cumsum(-1), forgets.cumsum(-1)
-    sums = exact.to(g.dtype)
-    rest = (exact.detach() - sums.detach()).to(g.dtype)
+    sums, part = g.masked_fill(forgets, 0.0).cumsum(-1), forgets.cumsum(-1)
 
     def decay(exponent: Tensor, same: Tensor, own: Tensor) -> Tensor:
         return exponent.masked_fill(~same, -torch.inf).masked_fill(own, 0.0).exp()
 
     own = torch.eye(g.size(-1), dtype=torch.bool, device=g.device)
     before = torch.ones_like(own).tril()
-    pairs = (sums.unsqueeze(-1) - sums.unsqueeze(-2)) + (rest.unsqueeze(-1) - rest.unsqueeze(-2))
+    pairs = sums.unsqueeze(-1) - sums.unsqueeze(-2)
     between = decay(pairs, (part.unsqueeze(-1) == part.unsqueeze(-2)) & before, own)
-    left = decay((sums[..., -1:] - sums) + (rest[..., -1:] - rest), part == part[..., -1:], own[-1])
+    left = decay(sums[..., -1:] - sums, part == part[..., -1:], own[-1])
     entry = sums.masked_fill(part != 0, -torch.inf).exp()
     return between, entry.unsqueeze(-1), left.unsqueeze(-1), entry[..., -1:].unsqueeze(-1)
 
