@@ -131,12 +131,12 @@ def span_outputs(
             result += ready.inside @ new
             read, result = result[..., :columns], result[..., columns:]
         else:
-            result = as_heads(result.unflatten(-1, ready.own.shape[-2:]).mul_(ready.entry).flatten(-2), ready)
-            read, result = result[..., :columns], result[..., columns:] + ready.inside @ ready.values
+            carried, result = result.unflatten(-1, ready.own.shape[-2:])[..., columns:], ready.inside @ ready.values
+            by_key = result.unflatten(1, (-1, ready.own.size(4)))  # a view of heads that share a key
+            by_key.addcmul_(carried.movedim(4, 2), ready.entry.movedim(4, 2))
+            read = None if reads is None else _diagonal(ready, before)  # M has one number for each head
         _write(out, part, result)
         if reads is not None:
-            if not rule.delta:  # M is diagonal, with one number for each head
-                read = _diagonal(ready, before)
             _write(reads, (part[0] - rows[0], part[1] - rows[0]), read)
     return entries, state
 
@@ -216,18 +216,21 @@ def _blocks_grad(ready: Prepared, state: Tensor, dout: Tensor, dstate: Tensor) -
     if ready.erase is not None:
         dstate, dafter = state_grads(ready, dout, dstate)
         dnew = ready.inside.mT @ dout + ready.writes @ dafter
-        dkeep = (before * dafter).sum(-1, keepdim=True)
+        if ready.keep.size(-2) > 1:
+            dkeep = (before * dafter).sum(-1, keepdim=True)
+        else:  # a dot product, without their product in memory
+            dkeep = before.flatten(-2).unsqueeze(-2) @ dafter.flatten(-2).unsqueeze(-1)
         return Prepared(
             erase=-dnew @ before.mT,
             own=dnew,
             writes=new @ dafter.mT,
             reads=dout @ before.mT,
             inside=dout @ new.mT,
-            keep=dkeep if ready.keep.size(-2) > 1 else dkeep.sum(-2, keepdim=True),
+            keep=dkeep,
         ), dstate
     sizes = ready.own.shape[-2:]
     given = dout.unflatten(1, (-1, sizes[0])).movedim(2, 4)  # [b, key heads, blocks, c, group, V]
-    dread = (given * ready.entry).flatten(-2)
+    dread = torch.mul(given, ready.entry, out=given.new_empty(ready.own.shape)).flatten(-2)
     dstate, dafter = state_grads(ready, dread, dstate)
     return Prepared(
         erase=None,
