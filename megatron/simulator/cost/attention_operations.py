@@ -237,22 +237,23 @@ class Counted(NamedTuple):
     flops: tuple[int, int, int]
 
 
-# (forward, backward) of outputs with convolution and norm, and of maps of spans
+# (forward, backward) of outputs with convolution and norm; and what a state from another rank adds: columns of maps,
+# what tokens read of that state, and the product of this with the gradient of the outputs
 DELTA = (
     Counted((248, 80, 212, 70, 5), (0, 24, 16, 12, 8), (51, 46, 5), (4, 2, 4)),
     Counted((829, 280, 578, 211, 26), (0, 76, 44, 36, 20), (113, 126, 14), (14, 6, 10)),
 )
 DELTA_MAPS = (
-    Counted((11, 95, 48, 66, 1), (0, 16, 0, 8, 0), (2, 43, 2), (4, 0, 0)),
-    Counted((11, 84, 68, 72, 5), (0, 16, 0, 8, 0), (2, 45, 2), (4, 0, 0)),
+    Counted((0, 40, 20, 0, 4), (0, 16, 4, 4, 8), (2, 4, 2), (2, 0, 6)),
+    Counted((0, 6, 6, 0, 0), (0, 4, 4, 0, 0), (2, 3, 1), (0, 0, 2)),
 )
 MAMBA = (
     Counted((195, 44, 184, 60, 5), (0, 12, 12, 8, 4), (39, 40, 3), (2, 2, 2)),
     Counted((687, 156, 512, 135, 25), (0, 36, 28, 20, 12), (106, 103, 8), (6, 4, 6)),
 )
 MAMBA_MAPS = (
-    Counted((11, 44, 26, 59, 2), (0, 8, 0, 4, 0), (9, 39, 1), (2, 0, 0)),
-    Counted((11, 48, 42, 63, 7), (0, 8, 0, 4, 0), (8, 41, 1), (2, 0, 0)),
+    Counted((8, 40, 40, 0, 9), (0, 4, 4, 0, 0), (2, 7, 1), (0, 0, 2)),
+    Counted((0, 6, 6, 0, 0), (0, 4, 4, 0, 0), (2, 3, 1), (0, 0, 2)),
 )
 
 
