@@ -52,7 +52,7 @@ def compared(schemes, backend, kernel):
 
 
 @pytest.mark.parametrize("backend", ["Ring", "FPDT, USP", *also_in_full(*BACKENDS)])
-@pytest.mark.usual(0, 1)
+@pytest.mark.usual(1)
 def test_cudnn_flex_on_grids(pool, backend, request):
     few = ["causal", "window and global", "documents", "bigbird both ways", "half sees nothing", "sinks, window 20"]
     schemes = FLEX if request.config.getoption("--full") else few
@@ -62,7 +62,7 @@ def test_cudnn_flex_on_grids(pool, backend, request):
 
 
 @pytest.mark.parametrize("backend", ["one process", "USP with TP", *also_in_full(*BACKENDS)])
-@pytest.mark.usual(0, 1)
+@pytest.mark.usual(1)
 def test_flash_attn_4_on_grids(pool, backend, request):
     few = ["causal", "window 50", "documents", "documents and window", "strided", "soft-cap, window 50"]
     schemes = FLASH_4 if request.config.getoption("--full") else few
