@@ -378,6 +378,16 @@ def test_without_beta_every_token_is_written_completely():
     assert torch.equal(out, linear_attention(q, k, v, g, torch.ones_like(beta), rule=rule, layout=layout))
 
 
+def test_fla_alone_has_no_second_derivative():
+    rule, layout = RULES["gated_delta"], cp.SequenceLayout(8, cp.abstract_grid())
+    inputs = [x.requires_grad_() for x in tokens(rule, 8, 1, 2, 2)]
+    with fla_stand_in():
+        out = linear_attention(*inputs, rule=rule, layout=layout, kernel="fla")
+        torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        with pytest.raises(RuntimeError, match="linear attention has no second derivative"):
+            torch.autograd.grad(out.sum(), inputs, create_graph=True)
+
+
 LAYOUT = cp.SequenceLayout(8, cp.abstract_grid())
 X, WEIGHT = torch.zeros(8, 2, 6), torch.zeros(6, 4)
 

@@ -110,8 +110,19 @@ def linear_attention(
     route, (*others, skip) = route_of(inputs, rule, layout, ends, exchange, kernel), (*inputs, None)[:6]
     if route.kernel == "fla" and route.alone:
         inputs = route.arrange(inputs, route.spans)
-        return route.local(rule, route.spans).differentiable(inputs, (0, len(v)), empty_state(inputs))
+        out = route.local(rule, route.spans).differentiable(inputs, (0, len(v)), empty_state(inputs))
+        if out.requires_grad:
+            out.register_hook(_refuse_second_derivatives)
+        return out
     return _LinearAttention.apply(*others, skip, rule, route)
+
+
+def _refuse_second_derivatives(_: Tensor) -> None:
+    """A hook: the library's backward pass cannot be differentiated, and does not say so."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "linear attention has no second derivative: call backward or torch.autograd.grad without create_graph"
+        )
 
 
 def _checked(inputs: Inputs, rule: LinearRule, layout: SequenceLayout, documents: Sequence[Sequence[int]]) -> Ends:
