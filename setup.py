@@ -48,6 +48,7 @@ setup(
             "megatron.training*",
             "megatron.inference*",
             "megatron.platform*",
+            "megatron.system*",
             "megatron.decisions*",
             "megatron.simulator*",
             "megatron.formulas*",

@@ -154,6 +154,14 @@ def test_basenames_are_unique_and_folders_small():
     assert not crowded, "more than 12 modules in one folder"
 
 
+def test_the_wheel_has_every_package(monkeypatch: pytest.MonkeyPatch):
+    core = pytest.importorskip("distutils.core", reason="comes with setuptools")
+    monkeypatch.chdir(ROOT)
+    packages = core.run_setup("setup.py", stop_after="init").packages
+    here = {".".join(path.relative_to(ROOT).parent.parts) for path in ROOT.glob("megatron/*/**/*.py")}
+    assert here <= set(packages)
+
+
 def test_packages_without_megatron_core():
     free = tuple(f"{package}." for package in WITHOUT_CORE)
     using = [module for module, used in imported().items() if any(name.startswith("core") for name in used)]
