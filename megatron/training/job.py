@@ -49,6 +49,8 @@ from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
+from megatron.training.features.reference_model import pair_objective
+from megatron.training.loss import PairObjective
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.refusal import Refusal, together
@@ -76,6 +78,7 @@ class Job:
     on_disk: int | None = None  # iteration of the checkpoint in --save, if a newer copy in memory was loaded
     plan: Plan | None = None  # of --eval-tasks
     owner: Owner | None = None  # of the folder --save; None if nothing is saved
+    objective: PairObjective | None = None  # of --dpo
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:
@@ -168,6 +171,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         on_disk=on_disk if in_memory else None,
         plan=plan,
         owner=owner,
+        objective=pair_objective(config, runtime, chunks, vocab_size, progress.iteration),
     )
 
 

@@ -83,6 +83,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
                 mark=saver.before_update(mark),
                 length=step.length if step.length < config.data.seq_length else None,
                 watch=bad_batches.watch,
+                objective=job.objective,
             )
         step.seconds = time.perf_counter() - begin
         for feature in features:

@@ -29,7 +29,7 @@ from megatron.context_parallel.layout.documents import samples_tensor
 from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
-from megatron.training.loss import losses_ahead, mean_loss, sum_of_losses
+from megatron.training.loss import PairObjective, losses_ahead, mean_loss, sum_of_losses
 from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
 from megatron.training.model.updates.update import update
 from megatron.training.setup import Runtime
@@ -44,14 +44,14 @@ Measure = Callable[[dict[str, Tensor | None], Tensor], Tensor]
 class StepResult:
     """The numbers of a step, the same on every rank."""
 
-    lm_loss: float  # mean over all unmasked tokens of the global batch
-    tokens: int  # unmasked tokens
+    lm_loss: float  # mean over all unmasked tokens of the global batch; over its pairs with --dpo
+    tokens: int  # unmasked tokens, or pairs
     grad_norm: float = 0.0
     zeros_in_grad: int | None = None
     skipped: bool = False  # fp16 overflow, or a bad batch: no update was made
     bad: str = ""  # what is bad about the batch
     experts: ExpertLoad | None = None  # of a model with experts
-    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, by Megatron-LM's names
+    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, what --dpo logs
 
 
 class Diverged(ArithmeticError):
@@ -76,6 +76,7 @@ def forward_step(
     mark: Mark | None = None,
     length: int | None = None,
     measure: Measure | None = None,
+    objective: PairObjective | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Run the model on the next micro-batch; returns its output and the function that computes the loss from it.
 
@@ -83,6 +84,7 @@ def forward_step(
         mark: called when the forward and the backward pass begin.
         length: tokens of each sample that count towards the loss, all by default.
         measure: computes the report from this rank's batch and the output, in place of the loss.
+        objective: the loss, if it is not that of each token.
     """
     if mark is not None:
         mark("forward")
@@ -96,6 +98,7 @@ def forward_step(
             whole = whole | {"loss_mask": mask * (torch.arange(mask.size(1)) < length).to(mask.dtype)}
         ahead = runtime.ahead if torch.is_grad_enabled() else 0
         batch.update(shard_batch(whole, runtime.layout, runtime.device, reset_positions=restart, ahead=ahead))
+        batch["reference"] = whole.get("reference")
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -109,7 +112,9 @@ def forward_step(
         batches.prepare()
     if mark is not None and output.requires_grad:
         output.register_hook(lambda _: mark("backward"))  # its backward begins, in any pipeline schedule
-    return output, partial(sum_of_losses, batch["loss_mask"]) if measure is None else partial(_measured, measure, batch)
+    if measure is not None:
+        return output, partial(_measured, measure, batch)
+    return output, partial(sum_of_losses, batch["loss_mask"]) if objective is None else partial(objective.loss, batch)
 
 
 def _measured(measure: Measure, batch: dict[str, Tensor | None], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,8 +133,11 @@ def train_step(
     mark: Mark | None = None,
     length: int | None = None,
     watch: Watch | None = None,
+    objective: PairObjective | None = None,
 ) -> StepResult:
-    """Forward, backward, gradient reduction and update for one global batch; ``length`` as in `forward_step`.
+    """Forward, backward, gradient reduction and update for one global batch.
+
+    ``length`` and ``objective`` are as in `forward_step`.
 
     Raises:
         Diverged: the batch is bad, and ``watch`` may not leave it out.
@@ -140,10 +148,11 @@ def train_step(
         chunk.zero_grad_buffer()
         forget_kept(chunk)
     optimizer.zero_grad()
-    step = partial(forward_step, runtime, mark=mark, length=length)
+    step = partial(forward_step, runtime, mark=mark, length=length, objective=objective)
+    batches = with_reference(runtime, chunks, batches, config, num_microbatches, objective)
     reports = run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
-    loss, tokens = mean_loss(reports, runtime)
-    further = losses_ahead(chunks, runtime)
+    loss, tokens, further = result_of(reports, runtime, objective)
+    further |= losses_ahead(chunks, runtime)
     if mark is not None:
         mark("optimizer")
     bad, table, load = "", None, None
@@ -186,6 +195,33 @@ def with_profiler_ranges(mark: Mark | None) -> Mark | None:
 
 
 @torch.no_grad()
+def with_reference(
+    runtime: Runtime,
+    chunks: Sequence[nn.Module],
+    batches: Batches | list[Batches],
+    config: Config,
+    num_microbatches: int,
+    objective: PairObjective | None,
+) -> Batches | list[Batches]:
+    """The batches of a step with what the reference model of ``objective`` says about them."""
+    if objective is None:
+        return batches
+
+    def run(model: Sequence[nn.Module], given: Any, measure: Measure) -> list[Tensor]:
+        step = partial(forward_step, runtime, measure=measure)
+        return run_schedule(step, model, given, config, num_microbatches, forward_only=True)
+
+    return objective.prepared(chunks, batches, num_microbatches, run)
+
+
+def result_of(
+    reports: list[Tensor], runtime: Runtime, objective: PairObjective | None
+) -> tuple[float, int, dict[str, float]]:
+    """Mean loss, number of tokens (or pairs), and further values for the log."""
+    return (*mean_loss(reports, runtime), {}) if objective is None else objective.result(reports)
+
+
+@torch.no_grad()
 def evaluate(
     runtime: Runtime,
     chunks: Sequence[nn.Module],
@@ -193,17 +229,20 @@ def evaluate(
     config: Config,
     num_microbatches: int,
     iterations: int,
+    objective: PairObjective | None = None,
 ) -> StepResult:
     """Mean loss over ``iterations`` global batches."""
     for chunk in chunks:
         chunk.eval()
     reports: list[Tensor] = []
-    step = partial(forward_step, runtime)
+    step = partial(forward_step, runtime, objective=objective)
     for _ in range(iterations):
-        reports += run_schedule(step, chunks, batches, config, num_microbatches, forward_only=True)
+        given = with_reference(runtime, chunks, batches, config, num_microbatches, objective)
+        reports += run_schedule(step, chunks, given, config, num_microbatches, forward_only=True)
     for chunk in chunks:
         chunk.train()
-    return StepResult(*mean_loss(reports, runtime))
+    loss, tokens, further = result_of(reports, runtime, objective)
+    return StepResult(loss, tokens, further=further)
 
 
 def run_schedule(

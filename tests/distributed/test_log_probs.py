@@ -284,7 +284,7 @@ def test_models_of_transformers_in_float64(pool, kind, grid, settings):
 # ---- Models of megatron-core. If log-probabilities weigh -1, the loss is the cross entropy, also in training.
 
 T2, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
-P2, ZERO1, ZERO3 = "--pipeline-model-parallel-size 2", "--zero-stage 1", "--zero-stage 3"
+P2, ZERO1, ZERO3 = "--pipeline-model-parallel-size 2", "--zero-stage 1", "--zero-stage 3 --loss-chunks 3"
 STREAM = fpdt(22, "--fpdt-stream-hidden")
 DENSE = "--num-layers 2 --group-query-attention --num-query-groups 2 --eod-mask-loss"
 WINDOWS = f"{DENSE} --window-size 11,0 --window-attn-skip-freq [0,1]"
@@ -292,7 +292,8 @@ MODELS = (WINDOWS, test_experts.MIXTRAL, test_latent_attention.MLA, test_gated_d
 GRIDS_OF_CORE = [
     (2, T2), (2, over(2, 1)), (2, over(1, 2)), (4, over(2, 2)), (4, over(4, 1)), (4, over(1, 4, "contiguous")),
     (4, f"{SP} {over(2, 1)}"), (8, f"{SP} {over(2, 2)}"), (8, f"{T2} {P2} {over(1, 2)}"), (1, "--loss-chunks 7"),
-    (2, ZERO1), (2, "--zero-stage 2"), (4, f"{over(1, 2)} {ZERO3}"), (4, f"{SP} {ZERO3}"), (2, f"{fpdt(22)} {ZERO3}"),
+    (2, ZERO1), (2, "--zero-stage 2 --loss-chunks 3"), (4, f"{over(1, 2)} {ZERO3}"), (4, f"{SP} {ZERO3}"),
+    (2, f"{fpdt(22)} {ZERO3}"),
     (2, f"{fpdt(16)} {over(2, 1)}"), (4, f"{STREAM} {over(2, 2)}"), (4, f"{SP} {fpdt(22)} {P2}"),
 ]  # fmt: skip
 FEW = [(2, SP), (2, over(1, 2)), (4, over(2, 2)), (4, f"{P2} {over(1, 2)}"), (2, fpdt(22)), (4, f"{SP} {over(1, 2)}")]

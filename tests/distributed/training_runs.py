@@ -44,8 +44,9 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
     with first_gradients(job) as grads:
         for _ in range(steps):
             result = train_step(
-                job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-            )
+                job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get(),
+                objective=job.objective,
+            )  # fmt: skip
             job.progress.advance(job.config.data.global_batch_size, job.config.data.seq_length)
             losses.append(result.lm_loss)
             norms.append(result.grad_norm)

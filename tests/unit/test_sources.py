@@ -25,7 +25,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data import read_tokens
-from megatron.training.data.chat_template import chats_of
+from megatron.training.data.chat_template import row_of
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.read_tokens import DataError
 from megatron.training.data.sources import columnar, partitions, tar_files
@@ -143,7 +143,7 @@ def test_a_broken_row_group(tmp_path, capsys):
     assert ", 1 bad; " in capsys.readouterr().out
     with pytest.raises(Refusal, match="row group 3: cannot be read"):  # chats are read by the same reader
         for record in Reader([str(path)]):
-            chats_of(record if record.error else record._replace(content=b""))
+            row_of(record if record.error else record._replace(content=b""))
 
 
 def test_arrow_with_offsets_outside_of_its_data(tmp_path, capsys):

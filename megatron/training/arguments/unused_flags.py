@@ -110,6 +110,11 @@ READERS: tuple[tuple[str, Callable[[Config], bool], str], ...] = (
         "packing_window",
     ),
     ("read only with --sft", lambda c: c.data.sft, "sft_tokenizer_prompt_format sft_over_length"),
+    (
+        "read only with --dpo",
+        lambda c: c.data.dpo,
+        "dpo_loss dpo_beta dpo_label_smoothing dpo_margin dpo_reference",
+    ),
     ("not read with --sft", lambda c: not c.data.sft, "num_dataset_builder_threads"),
     (
         "read only with --num-experts",

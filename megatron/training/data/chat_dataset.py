@@ -31,6 +31,7 @@ from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import LONGEST, ChatTemplate, read_chats
 from megatron.training.data.index_files import load_numbers
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
+from megatron.training.data.sources.answer_pairs import Pairs, last_turns, read_pairs
 from megatron.training.data.sources.contents import content_of
 from megatron.training.data.sources.remote import is_remote
 from megatron.training.data.text_files import unit_of
@@ -108,8 +109,11 @@ class Store:
         return np.diff(self.starts)
 
 
-def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> Store:
+def render(path: str, flag: str, template: ChatTemplate, pairs: bool, bar: bool = False) -> Store:
     """All conversations of a file as tokens.
+
+    Args:
+        pairs: the file has pairs of answers, of which the last turns are the assistant's.
 
     Raises:
         Refusal: a conversation is invalid or the template cannot render it (with file and line); or there is none.
@@ -117,10 +121,11 @@ def render(path: str, flag: str, template: ChatTemplate, bar: bool = False) -> S
     tokens, spoken, starts, lines, where = array("i"), bytearray(), array("q", [0]), array("q"), path
 
     def chats() -> Iterator[tuple[str] | tuple[int, bytes, bytes]]:
-        for chat in read_chats(path, flag):
+        for chat, turns in read_pairs(path, flag) if pairs else ((chat, 0) for chat in read_chats(path, flag)):
             yield (chat.where,)
             rendered = template(chat)
-            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), rendered.spoken.tobytes()
+            spoken = last_turns(rendered.spoken, turns) if turns else rendered.spoken
+            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), spoken.tobytes()
 
     longest = os.path.getsize(path) if path.endswith((".json", ".jsonl")) and not is_remote(path) else LONGEST
     memory = MEMORY + BYTES_RENDERED * min(longest, LONGEST)
@@ -157,6 +162,7 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
             template.given or tokenizer.chat_template,
             transformers.__version__,
             "4",  # version of the folder's format and of how the assistant's words are marked
+            *(["pairs"] if data.pairs else []),
         ],
         sort_keys=True,
     )
@@ -239,6 +245,15 @@ class Conversations:
     def __len__(self) -> int:
         return len(self.number)
 
+    @property
+    def inputs(self) -> np.ndarray:
+        """Tokens that each conversation takes in a sample: its last one is only a label."""
+        return self.lengths - 1
+
+    def parts(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """What is packed together: one conversation."""
+        return [self.of(index)]
+
     def of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens [n] of a conversation, whether the assistant says each [n])."""
         store, number = self.stores[self.file[index]], self.number[index]
@@ -262,12 +277,17 @@ class ChatDataset(Dataset):
     """
 
     def __init__(
-        self, conversations: Conversations, seq_length: int, key: tuple[int, int], size: int, tokenizer: Tokenizer
+        self,
+        conversations: Conversations | Pairs,
+        seq_length: int,
+        key: tuple[int, int],
+        size: int,
+        tokenizer: Tokenizer,
     ) -> None:
         self.conversations, self.seq_length, self.size = conversations, seq_length, size
         self.filler = tokenizer.end_for("--sft")
         self.vocab_size, self.source = tokenizer.vocab_size, tokenizer.source
-        inputs = conversations.lengths - 1  # the last token is only a label
+        inputs = conversations.inputs
         self.samples, self.epochs = [], 0
         while len(self.samples) < size:
             self.samples += epoch(inputs, seq_length, (*key, self.epochs))
@@ -281,22 +301,28 @@ class ChatDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], including those of the padding.
 
+        Of pairs also ``groups`` [s], the number of each token's document: answers 2n (chosen) and 2n + 1 are a pair.
+
         Raises:
             DataError: an id is outside the vocabulary, or a file cannot be read.
         """
         tokens = np.full(self.seq_length, self.filler, np.int64)
         labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
+        groups = np.zeros(self.seq_length, np.int64)
         for number in self.samples[index]:
-            ids, mask = self.conversations.of(number)
-            check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
-            stop = at + len(ids) - 1
-            tokens[at:stop], labels[at:stop], spoken[at:stop] = ids[:-1], ids[1:], mask[1:]
-            at = stop
-            ends.append(at)
+            for ids, mask in self.conversations.parts(number):
+                check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
+                stop = at + len(ids) - 1
+                tokens[at:stop], labels[at:stop], spoken[at:stop] = ids[:-1], ids[1:], mask[1:]
+                groups[at:stop] = len(ends)
+                at = stop
+                ends.append(at)
         while at < self.seq_length:
             at = min(at + FILLER, self.seq_length)
             ends.append(at)
         sample = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": np.array(ends)}
+        if isinstance(self.conversations, Pairs):
+            sample["groups"] = groups
         return {name: torch.from_numpy(part) for name, part in sample.items()}
 
 
@@ -315,11 +341,12 @@ def build_chat_datasets(
         for path, flag in flags.items() if first else ():
             folder = folder_of(path, template, config.data)
             if not os.path.isdir(folder):
-                write_store(render(path, flag, template, bar=config.logging.progress), folder)
+                write_store(render(path, flag, template, config.data.pairs, config.logging.progress), folder)
 
     def read() -> dict[str, Store]:
         stores = {path: read_store(path, folder_of(path, template, config.data)) for path in flags}
-        return {path: store or render(path, flags[path], template) for path, store in stores.items()}
+        pairs = config.data.pairs
+        return {path: store or render(path, flags[path], template, pairs) for path, store in stores.items()}
 
     together(write)
     stores = together(read)
@@ -376,26 +403,31 @@ def _build(
     data, built = config.data, []
     for split, (paths, flag, share), count in zip(SPLITS, sources, samples):
         files = [stores[path] for path in paths or ()]
-        total = sum(map(len, files))
+        total = sum(map(len, files)) // (2 if data.pairs else 1)
+        unit, whose = ("pairs", "the answers'") if data.pairs else ("conversations", "the assistant's")
         chosen = np.arange(*(round(bound * total) for bound in share))
         if not files or (not len(chosen) and split != "train" and data.split is None):
             if files:
-                config.notes.append(f"--sft: {total} conversations are too few for a {split} split: no {split} data")
+                config.notes.append(f"--sft: {total} {unit} are too few for a {split} split: no {split} data")
             built.append(None)
             continue
-        chats = Conversations(files, chosen, data.seq_length + 1, data.sft_over_length)
+        if data.pairs:
+            chats = Pairs(files, chosen, data.seq_length, data.sft_over_length)
+        else:
+            chats = Conversations(files, chosen, data.seq_length + 1, data.sft_over_length)
         if not len(chats):
-            raise Refusal(f"{flag}: the {split} split gets none of {total} conversations: change --split")
+            raise Refusal(f"{flag}: the {split} split gets none of {total} {unit}: change --split")
         dataset = ChatDataset(chats, data.seq_length, (config.run.seed, SPLITS.index(split)), count, tokenizer)
         built.append(dataset)
-        spoken = sum(int(chats.of(number)[1][1:].sum()) for number in range(len(chats)))
+        spoken = sum(int(mask[1:].sum()) for number in range(len(chats)) for _, mask in chats.parts(number))
+        tokens = (chats.inputs if data.pairs else chats.lengths).sum()
         config.notes.append(
-            f"{split} data: {len(chats):,} conversations of {chats.lengths.sum():,} tokens, {spoken:,} of them the "
-            f"assistant's; an epoch is {dataset.samples_per_epoch:,.0f} samples, {dataset.share_filled:.1%} full"
+            f"{split} data: {len(chats):,} {unit} of {tokens:,} tokens, {spoken:,} of them the "
+            f"{whose}; an epoch is {dataset.samples_per_epoch:,.0f} samples, {dataset.share_filled:.1%} full"
         )
         if chats.truncated or chats.skipped:
             config.notes.append(
-                f"--sft-over-length {data.sft_over_length}: of the {split} data, {chats.truncated} conversations "
+                f"--sft-over-length {data.sft_over_length}: of the {split} data, {chats.truncated} {unit} "
                 f"truncated, {chats.skipped} skipped"
             )
     return tuple(built)

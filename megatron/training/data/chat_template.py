@@ -57,25 +57,33 @@ def read_chats(path: str, flag: str) -> Iterator[Chat]:
     Raises:
         Refusal: a row is not a conversation; with file and line.
     """
+    for line, where in rows_of(path, flag):
+        yield from checked_chats(line, messages_of(line, where), where)
+
+
+def rows_of(path: str, flag: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a file in its order, and file and line of each, without blank lines."""
     try:
         for record in Reader([path]):
-            yield from chats_of(record)
+            if (line := row_of(record)) is not None:
+                yield line, record.where()
     except Refusal as refusal:
         raise Refusal(str(refusal).replace("--input", flag, 1)) from None
 
 
-def chats_of(record: Record) -> list[Chat]:
-    """The conversations of one row."""
+def row_of(record: Record) -> dict[str, Any] | None:
+    """The object of one row; None if the row is blank."""
     where = record.where()
     if record.error:
         raise Refusal(f"{where}: {record.error}")
     if len(record.content) > LONGEST:
         raise Refusal(f"{where}: a {record.unit} of {len(record.content):,} bytes; the limit is {LONGEST:,}: split it")
-    line = _object(record, where)
-    if line is None:
-        return []
-    messages, tools = messages_of(line, where), line.get("tools")
-    system = line.get("system")
+    return _object(record, where)
+
+
+def checked_chats(line: dict[str, Any], messages: list[Any], where: str) -> list[Chat]:
+    """The conversations of a row with these messages."""
+    tools, system = line.get("tools"), line.get("system")
     if system is not None and not isinstance(system, str):
         raise Refusal(f'{where}: "system" is not text')
     if isinstance(tools, str):  # as in data sets whose columns have one type

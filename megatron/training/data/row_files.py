@@ -124,9 +124,7 @@ def messages_of(row: Row, where: str) -> list[Any]:
     if form in ("messages", "ShareGPT"):
         hint = f"; its {'messages' if form == 'messages' else 'conversations'} are {short(messages)}"
     elif form == "preferences":
-        hint = (
-            ': "chosen" and "rejected" are preferences, and --sft only learns from answers: rename chosen to messages'
-        )
+        hint = ': "chosen" and "rejected" are preferences: give --dpo, or, for --sft, rename chosen to messages'
     elif form == "text":
         hint = ": a plain text, which tools/preprocess_data.py tokenizes for training without --sft"
     else:

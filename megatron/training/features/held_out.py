@@ -69,7 +69,7 @@ def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None
     batch = config.data.global_batch_size
     batches = batches_for(job, dataset, part * config.run.eval_iters * batch, 0)
     microbatches = batch // (config.data.micro_batch_size * job.runtime.grid.data.size)
-    result = evaluate(job.runtime, job.chunks, batches, config, microbatches, config.run.eval_iters)
+    result = evaluate(job.runtime, job.chunks, batches, config, microbatches, config.run.eval_iters, job.objective)
     reporter.evaluation(job.progress.iteration, name, result.lm_loss)
     return {f"{name}_loss": result.lm_loss}
 

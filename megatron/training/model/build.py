@@ -148,6 +148,7 @@ def _build_chunk(
         real_vocab_size=vocab_size,
         tensor=grid.tensor,
         loss_chunks=loss_chunks(config, vocab_size),
+        scoring={} if config.data.pairs else None,
         chunks=chunks,
         settings=settings,
         softcap=model.final_logit_softcapping,

@@ -121,15 +121,16 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
     for layer in layers:
         make_unit(layer, free=free)
     # These stay with the root, which remains gathered for the entire step: a tied embedding, which the output layer
-    # reads too; a streamed embedding, which runs again chunk by chunk; and the output layer of a loss in chunks, whose
-    # weight is read without a call of the layer.
+    # reads too; a streamed embedding, which runs again chunk by chunk; and the output layer of a loss in chunks, or of
+    # log-probabilities, whose weight is read without a call of the layer.
     streamed = chunk.chunks is not None and chunk.chunks.streamed
     if not chunk.share_embeddings_and_output_weights and not streamed:
         if norm := getattr(getattr(chunk.embedding, "word_embeddings", None), "norm", None):
             make_unit(norm, free=free)  # a separate unit, because its gradient needs its weight
         make_unit(chunk.embedding, free=free)
         chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
-    if not chunk.share_embeddings_and_output_weights and not chunk.loss_chunks:
+    reads_weight = chunk.loss_chunks or chunk.scoring is not None or config.evaluation.eval_tasks
+    if not chunk.share_embeddings_and_output_weights and not reads_weight:
         make_unit(chunk.output_layer, free=False)  # its backward pass comes next and needs the weight again
     make_unit(chunk, free=False)
     for unit in units:

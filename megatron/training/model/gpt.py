@@ -35,6 +35,7 @@ class LongContextGPT(GPTModel):
         real_vocab_size: int,
         tensor: Axis,
         loss_chunks: int | None,
+        scoring: dict[str, Any] | None = None,
         chunks: ChunkSettings | None,
         settings: AttentionSettings,
         softcap: float | None = None,
@@ -44,7 +45,7 @@ class LongContextGPT(GPTModel):
         self.settings, self._samples = settings, None
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
-        self.scoring: dict[str, Any] | None = None  # see _postprocess
+        self.scoring = scoring  # see _postprocess
         self.softcap = softcap
         self.ahead: dict[str, Tensor] = {}
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead

@@ -194,6 +194,22 @@ class DataConfig:
         "--sft: what to do with conversations longer than a sample",
         choices=["refuse", "truncate", "skip"],
     )
+    dpo: bool = flag(False, "train on pairs of answers: data are JSON lines with prompt, chosen and rejected")
+    dpo_loss: str = flag(
+        "sigmoid",
+        "--dpo: the loss of a pair; sigmoid: DPO; hinge: as in SLiC; orpo and simpo have no reference",
+        choices=["sigmoid", "hinge", "ipo", "orpo", "simpo"],
+    )
+    dpo_beta: float = flag(0.1, "--dpo: how strongly the model is held to the reference; of orpo, the ratio's weight")
+    dpo_label_smoothing: float = flag(0.0, "--dpo-loss sigmoid: probability that a pair is in the wrong order")
+    dpo_margin: float = flag(0.0, "--dpo-loss simpo: margin between the rewards")
+    dpo_reference: str | None = flag(
+        None,
+        "--dpo: the model to compare with; copy: of the weights at the start; adapters-off: the model without LoRA's "
+        "adapters; default: adapters-off with LoRA, else copy",
+        type=str,
+        choices=["copy", "adapters-off", "none"],
+    )
     fim_data: bool = flag(False, "fill in the middle: texts are cut in three, and the middle comes last")
     fim_rate: float = flag(0.5, "--fim-data: share of the texts that are cut")
     fim_spm_rate: float = flag(0.5, "--fim-data: share of the cut texts whose suffix comes before the prefix")
@@ -236,3 +252,8 @@ class DataConfig:
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer, QwenTokenizer", type=str)
     tiktoken_pattern: str | None = flag(None, "pre-tokenizer pattern of TikTokenizer", type=str)
     tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the data are pairs of answers."""
+        return self.dpo

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+from megatron.context_parallel.losses import REFERENCE_FREE
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
 from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
@@ -142,6 +143,43 @@ def check_lengths(config: Config) -> None:
         f"--rampup-seq-length: over {over} iterations, the loss counts more and more tokens of each sample, {start} at "
         "first; every step computes all tokens, so early steps take as long as later ones"
     )
+
+
+def complete_dpo(config: Config) -> None:
+    """Complete --dpo: pairs of answers are chats, as those of --sft."""
+    data, model = config.data, config.model
+    if not data.dpo:
+        return
+    data.sft = True
+    refused = {
+        "--sft-over-length truncate": (data.sft_over_length == "truncate", "an answer would lose its end: use skip"),
+        "--mtp-num-layers": (model.mtp_num_layers, "these layers have no loss of pairs: leave it out"),
+        "--moe-aux-loss-coeff": (model.num_experts and any(model.moe_aux_loss_coeff), "it is a sum over "
+                                 "tokens, and --dpo divides by pairs: use 0, with --moe-router-enable-expert-bias"),
+        "--moe-z-loss-coeff": (model.num_experts and model.moe_z_loss_coeff, "it is a sum over tokens, and --dpo "
+                               "divides by pairs: leave it out"),
+        "--dry-run": (config.simulation.dry_run, "pairs are not simulated yet: use --sft"),
+    }  # fmt: skip
+    for flag, (given, reason) in refused.items():
+        if given:
+            raise Refusal(f"--dpo with {flag}", f"is not supported ({reason})")
+    kind, lora = data.dpo_loss, bool(model.lora_rank)
+    if not data.dpo_beta > 0:
+        raise Refusal(f"--dpo-beta {data.dpo_beta}", "is not above 0: use 0.1, for example")
+    if not 0 <= data.dpo_label_smoothing < 0.5:
+        raise Refusal(f"--dpo-label-smoothing {data.dpo_label_smoothing}", "is not a probability below 0.5")
+    for flag, given, only in (("--dpo-label-smoothing", data.dpo_label_smoothing, "sigmoid"),
+                              ("--dpo-margin", data.dpo_margin, "simpo")):  # fmt: skip
+        if given and kind != only:
+            raise Refusal(f"{flag} with --dpo-loss {kind}", f"has no meaning: leave it out, or use {only}")
+    if kind in REFERENCE_FREE:
+        if data.dpo_reference not in (None, "none"):
+            raise Refusal(f"--dpo-reference {data.dpo_reference} with --dpo-loss {kind}", "has none: leave it out")
+        data.dpo_reference = "none"
+    elif data.dpo_reference is None:
+        data.dpo_reference = "adapters-off" if lora else "copy"
+    elif data.dpo_reference == "adapters-off" and not lora:
+        raise Refusal("--dpo-reference adapters-off", "needs adapters: give --lora-rank, or use copy")
 
 
 def complete_sft(config: Config) -> None:

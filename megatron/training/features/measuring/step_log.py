@@ -30,16 +30,17 @@ class StepLog:
             host_peak: the same for host memory.
             data_wait_ms: the longest time that a rank waited for its data.
         """
-        result, flops = step.result, self._flops
+        result, flops, pairs = step.result, self._flops, self.job.config.data.pairs
+        tokens = step.samples * step.length if pairs else result.tokens
         per_device = flops.model * step.samples / step.seconds / dist.get_world_size()
         row: dict[str, Any] = {
             "iteration": step.iteration,
             "lm_loss": result.lm_loss,
             "grad_norm": result.grad_norm,
-            "tokens": result.tokens,
+            "tokens": tokens,
             "iteration_ms": 1000 * step.seconds,
             "data_wait_ms": data_wait_ms,
-            "tokens_per_second": result.tokens / step.seconds,
+            "tokens_per_second": tokens / step.seconds,
             "model_tflops_per_device": per_device / 1e12,
             "mfu": per_device / self._peak,
             "mfu_full_mask_with_recompute": per_device / self._peak * flops.old_papers / flops.model,
@@ -51,7 +52,7 @@ class StepLog:
         if result.experts is not None:
             row |= result.experts.losses | {"expert_imbalance": result.experts.imbalance}
             row["tokens_per_expert"] = result.experts.tokens_per_expert
-        row |= result.further
+        row |= result.further | ({"pairs": result.tokens} if pairs else {})
         if result.bad:
             row["bad_batch"] = result.bad
         return row

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs of answers to the same prompt, one of them preferred, for --dpo and --reward-model.
+
+A row has ``chosen`` and ``rejected``, each a text or a list of messages, and their ``prompt``, a text or a list of
+messages. Without ``prompt``, both are complete conversations, and the prompt is what they share at first. Other keys
+are those of chats. A pair is packed whole, so that both answers are in the same micro-batch on every grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron.training.data.chat_template import Chat, checked_chats, rows_of
+from megatron.training.data.text_files import unit_of
+from megatron.training.refusal import Refusal, short
+
+ANSWERS = ("chosen", "rejected")
+
+
+def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int]]:
+    """The two conversations of each row, the chosen one first, and how many of the last turns are the answer.
+
+    Raises:
+        Refusal: a row is not a pair; with file and line.
+    """
+    for line, where in rows_of(path, flag):
+        for name in ANSWERS:
+            if line.get(name) in (None, "", []):
+                has = "has no" if line.get(name) is None else "has an empty"
+                raise Refusal(
+                    f'{where}: the pair {has} "{name}": --dpo and --reward-model read "prompt", "chosen", "rejected"'
+                )
+        prompt = _messages(line["prompt"], "user", f'{where}, "prompt"') if line.get("prompt") else None
+        answers = [_messages(line[name], "assistant" if prompt else "", f'{where}, "{name}"') for name in ANSWERS]
+        if prompt is None:
+            shared = 0
+            while shared < min(map(len, answers)) - 1 and answers[0][shared] == answers[1][shared]:
+                shared += 1
+            prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
+        for name, answer in zip(ANSWERS, answers):
+            chats = checked_chats(line, prompt + answer, f'{where}, "{name}"')
+            if len(chats) > 1:
+                raise Refusal(f'{where}, "{name}": a system message in the middle starts another conversation')
+            yield replace(chats[0], where=where), sum(message["role"] == "assistant" for message in answer)
+
+
+def _messages(value: Any, role: str, where: str) -> list[Any]:
+    """Messages; a text is one message of this role."""
+    if isinstance(value, str) and role:
+        return [{"role": role, "content": value}]
+    if isinstance(value, str):
+        raise Refusal(f'{where} is a text, but the row has no "prompt": add it, or write conversations')
+    if not isinstance(value, list):
+        raise Refusal(f"{where} is neither a text nor a list of messages: {short(value)}")
+    return value
+
+
+def last_turns(spoken: np.ndarray, turns: int) -> np.ndarray:
+    """The mask of only the last ``turns`` runs of a mask [tokens]."""
+    begins = np.flatnonzero(np.diff(spoken.astype(np.int8), prepend=0) == 1)
+    kept = spoken.copy()
+    kept[: begins[-turns] if len(begins) >= turns else len(spoken)] = False
+    return kept
+
+
+class Pairs:
+    """Some pairs of some files, as :class:`~megatron.training.data.chat_dataset.Conversations` is for chats.
+
+    Args:
+        stores: of each file, two conversations for each pair.
+        chosen: numbers [n] of the pairs, counted over all files.
+        longest: limit of a pair's tokens.
+        over_length: what to do with longer ones: "refuse" or "skip".
+
+    Raises:
+        Refusal: a pair is longer, and ``over_length`` is "refuse"; or an answer has no tokens.
+    """
+
+    truncated = 0
+
+    def __init__(self, stores: list[Any], chosen: np.ndarray, longest: int, over_length: str) -> None:
+        firsts = np.cumsum([0, *(len(store) // 2 for store in stores)])
+        self.stores = stores
+        self.file = np.searchsorted(firsts, chosen, side="right") - 1
+        self.number = chosen - firsts[self.file]
+        lengths = np.concatenate([(store.lengths() - 1).reshape(-1, 2) for store in stores])[chosen]
+        self.inputs = lengths.sum(1)  # the last token of each answer is only a label
+        long = np.flatnonzero(self.inputs > longest)
+        if len(long) and over_length == "refuse":
+            more = f" and {len(long) - 1} more" if len(long) > 1 else ""
+            raise Refusal(
+                f"{self.where(long[0])}: a pair of {' + '.join(map(str, lengths[long[0]]))} tokens{more}, but both "
+                f"answers must fit in --seq-length {longest}: raise it, or give --sft-over-length skip"
+            )
+        self.skipped = len(long)
+        keep = np.delete(np.arange(len(chosen)), long)
+        self.file, self.number, self.inputs = self.file[keep], self.number[keep], self.inputs[keep]
+        for index in range(len(self)):
+            for name, (_, mask) in zip(ANSWERS, self.parts(index)):
+                if not mask[1:].any():
+                    raise Refusal(f'{self.where(index)}, "{name}": the template gives the answer no tokens')
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def parts(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens [n], which belong to the answer [n]) of both answers with the prompt, the chosen one first."""
+        store, number = self.stores[self.file[index]], 2 * self.number[index]
+        spans = [slice(store.starts[n], store.starts[n + 1]) for n in (number, number + 1)]
+        return [(store.tokens[span], store.spoken[span]) for span in spans]
+
+    def where(self, index: int) -> str:
+        """The name of a pair in messages."""
+        store = self.stores[self.file[index]]
+        return f"{store.path}, {unit_of(store.path)} {store.lines[2 * self.number[index]]}"

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference model of --dpo: the model at the start of the run.
+
+It is a frozen copy or, with LoRA, the model without its adapters. It runs first on all micro-batches of a step, in the
+same schedule, so that pipelines need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megatron.training.arguments.config import Config
+from megatron.training.checkpoint import checkpoint
+from megatron.training.checkpoint.checkpoint import unwrap
+from megatron.training.checkpoint.checksums import check
+from megatron.training.loss import PairObjective
+from megatron.training.model.build import build_model
+from megatron.training.model.fsdp import FullySharded
+from megatron.training.model.optimizer import in_compute_dtype
+from megatron.training.refusal import Refusal, together
+from megatron.training.setup import Runtime
+
+
+def pair_objective(
+    config: Config, runtime: Runtime, chunks: Sequence[nn.Module], vocab_size: int, iteration: int
+) -> PairObjective | None:
+    """The objective of a run with --dpo, whose weights are loaded; None without --dpo.
+
+    Args:
+        iteration: that of the loaded weights.
+    """
+    if not config.data.pairs:
+        return None
+    kind = config.data.dpo_reference
+    if kind == "none":
+        return PairObjective(config, runtime, None)
+    if kind == "adapters-off":
+        return PairObjective(config, runtime, without_adapters)
+    model = frozen_copy(config, runtime, chunks, vocab_size)
+    settings = config.checkpoint
+    if iteration:
+        if not settings.pretrained_checkpoint:
+            raise Refusal(
+                f"--dpo continues after iteration {iteration}, whose weights are not those of the reference: name the "
+                "weights of the start, --pretrained-checkpoint DIR, or use --dpo-reference none"
+            )
+        path = together(lambda: checkpoint.find(replace(settings, load=None)))
+        alone = replace(config, checkpoint=replace(settings, finetune=True))
+        checkpoint.load(check(path, config.notes), model, None, None, alone)
+
+    @contextmanager
+    def reference(_: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
+        yield model
+
+    return PairObjective(config, runtime, reference)
+
+
+def frozen_copy(config: Config, runtime: Runtime, chunks: Sequence[nn.Module], vocab_size: int) -> list[nn.Module]:
+    """A model with the weights of ``chunks``, in evaluation mode, without gradients."""
+    checkpoint.gather_parameters(chunks, config)
+    model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
+    sharded = config.parallel.zero_stage >= 2
+    model = [FullySharded(chunk, config) if sharded else in_compute_dtype(chunk, config) for chunk in model]
+    with torch.no_grad():
+        for chunk, trained in zip(model, chunks):
+            chunk.eval().requires_grad_(False)
+            mine, given = unwrap(chunk), unwrap(trained)  # core's DDP has a list named buffers
+            for own, other in zip((*mine.parameters(), *mine.buffers()), (*given.parameters(), *given.buffers())):
+                own.copy_(other)
+    return model
+
+
+@contextmanager
+def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
+    """The model without what its adapters add, in evaluation mode."""
+    adapted = [module for chunk in chunks for module in chunk.modules() if getattr(module, "lora", None) is not None]
+    adapters, was_training = [module.lora for module in adapted], [chunk.training for chunk in chunks]
+    for module in adapted:
+        module.lora = replace(module.lora, alpha=0.0)
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield chunks
+    finally:
+        for module, lora in zip(adapted, adapters):
+            module.lora = lora
+        for chunk, training in zip(chunks, was_training):
+            chunk.train(training)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--dpo: losses and gradients of packed pairs are those of transformers for each answer alone, on every grid."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from megatron.training.refusal import Refusal
+from tests.chats import CHATML, make_tokenizer, sentence
+from tests.distributed.test_sft import LENGTH, LORA, R2, SIZES, U2, U2R2, chat_job
+from tests.distributed.training_runs import compare_gradients, train_job
+from tests.pairs import also_in_full
+
+PAIRS, BATCH = 14, 4
+T2, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+P2 = "--pipeline-model-parallel-size 2"
+
+
+def row(draw: random.Random, number: int) -> dict[str, Any]:
+    """A row in each of the forms that are read."""
+    question, good, bad = (sentence(draw, draw.randint(1, 5)) for _ in range(3))
+    if number % 3 == 0:
+        return {"prompt": question, "chosen": good, "rejected": bad}
+    before = [{"role": "user", "content": question}]
+    if number % 3 == 1:  # two turns, of which the last one is the answer
+        before += [{"role": "assistant", "content": sentence(draw, 2)}, {"role": "user", "content": "Why?"}]
+    answers = [[{"role": "assistant", "content": text}] for text in (good, bad)]
+    if number % 2:
+        return {"prompt": before, "chosen": answers[0], "rejected": answers[1]}
+    return {"chosen": before + answers[0], "rejected": before + answers[1]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Flags for a random model of transformers, its tokenizer and some pairs; and the folder."""
+    folder, draw = tmp_path_factory.mktemp("dpo"), random.Random(2)
+    make_tokenizer(folder / "model", "chatml", marked=False)
+    rows = [row(draw, number) for number in range(PAIRS)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(AutoTokenizer.from_pretrained(folder / "model")), **SIZES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.1)
+    model.save_pretrained(folder / "model")
+    flags = (
+        f"--dpo --seq-length {2 * LENGTH} --max-position-embeddings {2 * LENGTH} --split 1,0,0 --tokenizer-type "
+        f"HuggingFaceTokenizer --tokenizer-model {folder / 'model'} --data-path {folder / 'pairs.jsonl'} "
+        f"--load {folder / 'model'} --finetune"
+    )
+    return flags, folder
+
+
+def tune(flags: str, steps: int = 3) -> tuple[list[float], dict[str, Tensor], list[list[int]], dict[str, float]]:
+    """Losses, gradients of the first step, the pairs of each of its samples, and what the last step logs."""
+    from megatron.training import step
+
+    results, right = [], step.result_of
+    with mock.patch.object(step, "result_of", lambda *given: results.append(right(*given)) or results[-1]):
+        job = chat_job(flags)
+        losses, _, grads = train_job(job, steps)
+    return losses, grads, [held.tolist() for held in job.datasets[0].samples[:BATCH]], results[-1][2]
+
+
+@pytest.fixture(scope="module")
+def alone(pool, data, shared):
+    """The run on one process, by its flags."""
+    return lambda flags: shared(("dpo", flags), lambda: pool.run(tune, 1, f"{data[0]} {flags}", timeout=120)[0])
+
+
+def answers_of(folder: Path, numbers: list[int]) -> list[list[tuple[Tensor, Tensor]]]:
+    """(token ids, which belong to the answer) of both answers of some pairs, from transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    pairs = []
+    for number in numbers:
+        pairs.append([])
+        for name in ("chosen", "rejected"):
+            before, answer = rows[number].get("prompt", []), rows[number][name]
+            before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+            answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            out = tokenizer.apply_chat_template(
+                before + answer, chat_template=CHATML, return_assistant_tokens_mask=True, return_dict=True
+            )
+            ids, spoken = torch.tensor(out["input_ids"]), torch.tensor(out["assistant_masks"])
+            prompt = tokenizer.apply_chat_template(before + answer[:-1], chat_template=CHATML, return_dict=True)
+            pairs[-1].append((ids, spoken * (torch.arange(len(ids)) >= len(prompt["input_ids"]))))
+    return pairs
+
+
+# Each loss of a pair, written down again, from (sum of log-probabilities, tokens) of both answers.
+def sigmoid(c: Tensor, r: Tensor, n: int, m: int, beta: float) -> Tensor:
+    ahead = c - r - (c - r).detach()  # the reference has the same weights
+    return F.softplus(-beta * ahead)
+
+
+def hinge(c: Tensor, r: Tensor, n: int, m: int, beta: float) -> Tensor:
+    return (1 - beta * (c - r - (c - r).detach())).clamp(min=0)
+
+
+def ipo(c: Tensor, r: Tensor, n: int, m: int, beta: float) -> Tensor:
+    return (c / n - c.detach() / n - r / m + r.detach() / m - 0.5 / beta) ** 2
+
+
+def simpo(c: Tensor, r: Tensor, n: int, m: int, beta: float) -> Tensor:
+    return F.softplus(-(beta * (c / n - r / m) - 0.3))
+
+
+def orpo(c: Tensor, r: Tensor, n: int, m: int, beta: float) -> Tensor:
+    odds = [(x / k).exp() / (1 - (x / k).exp()) for x, k in ((c, n), (r, m))]
+    return -c / n + beta * F.softplus(-(odds[0] / odds[1]).log())
+
+
+def free(c: Tensor, r: Tensor, n: int, m: int, beta: float) -> Tensor:
+    return 0.9 * F.softplus(-beta * (c - r)) + 0.1 * F.softplus(beta * (c - r))
+
+
+KINDS = {
+    sigmoid: "",
+    free: "--dpo-reference none --dpo-label-smoothing 0.1",
+    **{kind: f"--dpo-loss {kind.__name__}" for kind in (hinge, ipo, orpo)},
+    simpo: "--dpo-loss simpo --dpo-margin 0.3",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.usual(0, 4)
+def test_packed_pairs_have_the_loss_of_each_answer_alone(data, alone, kind):
+    """transformers' model and template, one answer at a time; gradients of the first and the last weight."""
+    losses, grads, samples, _ = alone(f"{KINDS[kind]} --dpo-beta 0.3")
+    model = LlamaForCausalLM.from_pretrained(data[1] / "model").double()
+    assert max(map(len, samples)) > 1, "nothing is packed"
+    values = []
+    for pair in answers_of(data[1], sum(samples, [])):
+        sums = []
+        for ids, mine in pair:
+            every = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            sums.append((every.gather(1, ids[1:, None])[:, 0] * mine[1:]).sum())
+        values.append(kind(*sums, *(int(mine[1:].sum()) for _, mine in pair), 0.3))
+    loss = torch.stack(values).mean()
+    loss.backward()
+    assert losses[0] == pytest.approx(float(loss), rel=1e-6)
+    for name, theirs in (("output_layer", model.lm_head), ("embedding.word_embeddings", model.model.embed_tokens)):
+        theirs = theirs.weight.grad
+        assert (grads[f"{name}.weight"] - theirs).abs().max() < 1e-5 * theirs.abs().max(), name
+
+
+GRIDS = [
+    (4, U2R2, ""),
+    (2, SP, ""),
+    *also_in_full(
+        (2, R2, ""),
+        (2, U2, ""),
+        (2, "", ""),
+        (2, T2, "--dpo-loss ipo"),
+        (2, P2, ""),
+        (4, f"{P2} {R2}", "--dpo-loss orpo"),
+        (4, f"{R2} --micro-batch-size 2", ""),
+        (2, f"{R2} --context-parallel-balance zigzag", "--dpo-loss simpo"),
+        (4, f"{SP} {R2}", ""),
+        (2, f"{R2} --fpdt --fpdt-chunk-size 64", ""),
+        (2, f"{U2} --fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden", ""),
+        (2, "--zero-stage 1", ""),
+        (2, "--zero-stage 2", ""),
+        (4, f"{R2} --zero-stage 3", ""),
+        (2, R2, LORA),
+        (4, f"{SP} {U2} --zero-stage 1", LORA),
+        (4, f"{P2} --num-virtual-stages-per-pipeline-rank 2", "--num-layers 4 --load none --dpo-loss hinge"),
+    ),
+]
+
+
+@pytest.mark.parametrize("world, grid, model", GRIDS)
+@pytest.mark.usual(0)
+def test_the_grid_does_not_matter(pool, data, alone, world, grid, model):
+    losses, grads, samples, logged = alone(model)
+    results = pool.run(tune, world, f"{data[0]} {model} {grid}", timeout=180)
+    for mine, _, my_samples, my_logged in results:
+        assert mine == pytest.approx(losses, rel=1e-5, abs=1e-7) and my_samples == samples
+        assert my_logged == pytest.approx(logged, rel=1e-4, abs=1e-6)
+    compare_gradients([mine for _, mine, *_ in results], grads, 1e-5, smallest=1e-7)
+    if not model:
+        assert losses[0] == pytest.approx(0.6931472, rel=1e-6) and losses[2] < losses[0]
+
+
+def go_on(flags: str, folder: str, steps: int, save: bool) -> list[float]:
+    from megatron.training.checkpoint import checkpoint
+
+    job = chat_job(flags)
+    losses = train_job(job, steps)[0]
+    if save:
+        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    return losses
+
+
+@pytest.mark.parametrize("grid", [R2, *also_in_full("--zero-stage 3", P2)])
+def test_a_run_that_continues_has_the_same_reference(pool, data, tmp_path, grid):
+    """The weights of the start are then those of --pretrained-checkpoint; without it the run is refused."""
+    model = str(data[1] / "model")
+    flags = data[0].replace(f"--load {model} --finetune", f"--pretrained-checkpoint {model}") + f" {grid}"
+    whole = pool.run(go_on, 2, flags, "", 4, False, timeout=180)[0]
+    pool.run(go_on, 2, f"{flags} --save {tmp_path}", str(tmp_path), 2, True, timeout=180)
+    assert pool.run(go_on, 2, f"{flags} --load {tmp_path}", "", 2, False, timeout=180)[0] == pytest.approx(whole[2:])
+    alone = flags.replace(f"--pretrained-checkpoint {model}", "")
+    assert "name the weights of the start" in pool.run(refusal_of, 2, f"{alone} --load {tmp_path}", timeout=180)[0]
+
+
+# ---- Mistakes, and rows that are refused.
+
+
+def mistaken(flags: str, what: str) -> float:
+    from megatron.training import loss
+    from megatron.training.data import chat_dataset
+
+    if what == "a sum by rank":
+        with mock.patch.object(loss, "dist", mock.Mock()):
+            return tune(flags, 1)[1]["output_layer.weight"]
+    with mock.patch.object(chat_dataset, "last_turns", lambda spoken, _: spoken):  # turns of the prompt count
+        return tune(f"{flags} --data-cache-path {what}", 1)[1]["output_layer.weight"]
+
+
+@pytest.mark.parametrize("what", ["a sum by rank", "a prompt let in"])
+def test_mistakes_are_seen(pool, data, alone, tmp_path, what):
+    world, grid = (2, R2) if what == "a sum by rank" else (1, KINDS[simpo])  # the prompt cancels in DPO's own loss
+    grads = alone("" if world == 2 else grid)[1]["output_layer.weight"]
+    what = what if world == 2 else str(tmp_path)
+    wrong = pool.run(mistaken, world, f"{data[0]} {grid}", what, timeout=120)[0]
+    assert (wrong - grads).abs().max() > 1e-3 * grads.abs().max()
+
+
+def refusal_of(flags: str) -> str:
+    with pytest.raises(Refusal) as refused:
+        chat_job(flags)
+    return str(refused.value)
+
+
+ANSWER = {"role": "assistant", "content": "yes"}
+BAD = [
+    ({"prompt": "a", "chosen": "b"}, 'line 2: the pair has no "rejected"'),
+    ({"prompt": "a", "chosen": "", "rejected": "b"}, 'line 2: the pair has an empty "chosen"'),
+    ({"chosen": "b", "rejected": "c"}, 'line 2, "chosen" is a text, but the row has no "prompt"'),
+    ({"prompt": "a", "chosen": 3, "rejected": "c"}, '"chosen" is neither a text nor a list of messages'),
+    ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "roles out of order"),
+    ({"prompt": [ANSWER], "chosen": [ANSWER], "rejected": [ANSWER]}, "assistant comes first"),
+    ({"prompt": "a", "chosen": "b " * 400, "rejected": "c"}, "both answers must fit in --seq-length 256"),
+]
+
+
+@pytest.mark.parametrize("bad, message", BAD, ids=range(len(BAD)))
+@pytest.mark.usual(0, 1, 6)
+def test_bad_rows_are_refused_by_line(pool, data, tmp_path, bad, message):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, bad]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    refused = pool.run(refusal_of, 1, f"{data[0]} --data-path {tmp_path / 'pairs.jsonl'}")[0]
+    assert message in refused and "\n" not in refused
+
+
+FLAGS = [
+    ("--dpo-loss orpo --dpo-reference copy", "--dpo-reference copy with --dpo-loss orpo"),
+    ("--dpo-reference adapters-off", "needs adapters"),
+    ("--dpo-beta 0", "--dpo-beta 0"),
+    ("--dpo-loss ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing with --dpo-loss ipo"),
+    ("--sft-over-length truncate", "--dpo with --sft-over-length truncate"),
+    ("--mtp-num-layers 1", "--dpo with --mtp-num-layers"),
+]
+
+
+@pytest.mark.parametrize("flags, message", FLAGS)
+@pytest.mark.usual(0)
+def test_flags_that_do_not_go_together(pool, data, flags, message):
+    assert message in pool.run(refusal_of, 1, f"{data[0]} {flags}")[0]
