@@ -215,6 +215,22 @@ def test_a_run_that_continues_has_the_same_reference(pool, data, tmp_path, grid)
     assert "name the weights of the start" in pool.run(refusal_of, 2, f"{alone} --load {tmp_path}", timeout=180)[0]
 
 
+@pytest.mark.lab
+def test_parquet(pool, data, tmp_path):
+    """The same pairs as columns of lists and texts; each answer has the form of most files: a list of messages."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [json.loads(line) for line in (data[1] / "pairs.jsonl").read_text().splitlines()]
+    rows = [one for one in rows if isinstance(one.get("prompt"), list)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    results = [pool.run(tune, 1, f"{data[0]} --data-path {tmp_path / name}", 2, timeout=120)[0]
+               for name in ("pairs.jsonl", "pairs.parquet")]  # fmt: skip
+    assert results[0][0] == results[1][0] and results[0][2] == results[1][2]
+
+
 # ---- Mistakes, and rows that are refused.
 
 

@@ -273,6 +273,7 @@ SHOWN = {
     "tests/unit/test_packing.py": "packing packing_window data_config seq_length_schedule",
     "tests/unit/test_sources.py": "object_storage_cache_path",
     "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
+    "tests/distributed/test_preferences.py": "dpo dpo_loss dpo_beta dpo_label_smoothing dpo_margin dpo_reference",
     "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
     "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
     "tests/unit/test_batches.py": "dataloader_type",

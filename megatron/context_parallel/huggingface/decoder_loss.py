@@ -62,13 +62,17 @@ def token_scores(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    greedy: bool = False,
 ) -> TokenScores:
-    """Log-probabilities and entropies [b, s] of all targets that are not ignored; see :func:`cross_entropy_sum`."""
+    """Scores [b, s] of all targets that are not ignored; see :func:`cross_entropy_sum` and :func:`log_probs`."""
     hidden, targets, weight = _inputs(model, hidden_BSH, targets_BS)
     if weight is None:
         chunks = chunks or ceil(hidden.size(0) * vocabulary(model) / LOGITS)
-        scores = _own_scores(model, hidden, targets, chunks, temperature, entropy).unflatten(0, targets_BS.shape)
-        return TokenScores(scores[..., 0], scores[..., 1] if entropy else None)
+        scores = _own_scores(model, hidden, targets, chunks, temperature, entropy, greedy)
+        scores = scores.unflatten(0, targets_BS.shape)
+        return TokenScores(
+            scores[..., 0], scores[..., 1] if entropy else None, scores[..., -1].detach() if greedy else None
+        )
     scores = log_probs(
         hidden[:, None],
         weight,
@@ -76,6 +80,7 @@ def token_scores(
         targets.ne(IGNORED)[:, None],
         temperature=temperature,
         entropy=entropy,
+        greedy=greedy,
         chunks=chunks,
     )
     return TokenScores(*(None if x is None else x.view(targets_BS.shape) for x in scores))
@@ -191,8 +196,9 @@ def _own_scores(
     chunks: int,
     temperature: float = 1.0,
     entropy: bool = False,
+    greedy: bool = False,
 ) -> Tensor:
-    """[t, 1 or 2]: log-probabilities and, if wanted, entropies; 0 for ignored targets, which cost nothing."""
+    """[t, 1 to 3]: log-probabilities and, if wanted, entropies and greedy choices; 0 for ignored targets."""
     wide, wanted = accumulation_dtype(hidden_TH.dtype), targets.ne(IGNORED).nonzero().squeeze(1)
     chosen = targets[wanted]
 
@@ -202,12 +208,14 @@ def _own_scores(
         result = [every.gather(1, chosen[slice(*rows), None])]
         if entropy:
             result.append(-(every.exp() * every).sum(-1, keepdim=True))
+        if greedy:
+            result.append((every.argmax(-1, keepdim=True) == chosen[slice(*rows), None]).to(wide))
         return torch.cat(result, dim=1)
 
     base = {id(parameter) for parameter in model.base_model.parameters()}
     own = [*_head(model).parameters(), *(x for x in model.parameters() if id(x) not in base)]
     own = list({id(parameter): parameter for parameter in own}.values())
-    shape = (len(wanted), 1 + entropy)
+    shape = (len(wanted), 1 + entropy + greedy)
     spans = even_spans(len(wanted), ceil(chunks * len(wanted) / max(len(targets), 1)))
     found = apply_in_chunks(scores, hidden_TH[wanted], own, spans, shape=shape, dtype=wide)
     return found.new_zeros((len(targets), shape[1])).index_copy(0, wanted, found)

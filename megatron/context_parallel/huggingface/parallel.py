@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 
 from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.context_parallel.fpdt.log_probs import TokenScores
@@ -37,7 +37,7 @@ from megatron.context_parallel.huggingface.linear_layers import (
     has_state,
     layers_with_state,
 )
-from megatron.context_parallel.huggingface.probe import refuse_mixing
+from megatron.context_parallel.huggingface.probe import refuse_mixing, scores_sequences
 from megatron.context_parallel.huggingface.rank_batch import Part, cut, only_within_documents
 from megatron.context_parallel.huggingface.transformers_attention import NAME, Shared, masks_by, register
 from megatron.context_parallel.layout.grid import Grid
@@ -119,7 +119,7 @@ def parallelize(
     chunks = 1 if fpdt is None else fpdt.chunks(seq_length, grid)
     layout = SequenceLayout(seq_length, grid, balance, chunks=chunks)
     _check(model, grid)
-    context = ContextParallel(model, layout, kernel, loss_chunks, dropout_seed)
+    context = ContextParallel(model, layout, kernel, loss_chunks, dropout_seed, fpdt)
     try:
         context._install(fpdt)
     except BaseException:
@@ -136,15 +136,23 @@ class ContextParallel:
         layout: of its sequences. With the balance "documents" each packed batch has its own layout, and this one is for
             all other batches.
         grid: of the layout.
+        kernel, fpdt: see :func:`parallelize`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, layout: SequenceLayout, kernel: str, loss_chunks: int | None, seed: int
+        self,
+        model: PreTrainedModel,
+        layout: SequenceLayout,
+        kernel: str,
+        loss_chunks: int | None,
+        seed: int,
+        fpdt: Fpdt | None,
     ) -> None:
-        self.model, self.layout = model, layout
-        self._kernel, self._loss_chunks, self._seed = kernel, loss_chunks, seed
+        self.model, self.layout, self.kernel, self.fpdt = model, layout, kernel, fpdt
+        self._loss_chunks, self._seed = loss_chunks, seed
         self._batches = 0
         self._part: Part | None = None  # during a forward pass
+        self._active = True
         self._undo: list[Callable[[], Any]] = []
 
     @property
@@ -202,6 +210,30 @@ class ContextParallel:
         """The sum of ``local`` over the ranks. Gradients *averaged* over ``grid.context`` are those of this sum."""
         return sum_for_averaged_gradients(self.grid.context, local)
 
+    def run(self, own: dict[str, Any], part: Part) -> Any:
+        """The model's outputs for this rank's ``input_ids``, ``position_ids``, perhaps ``shift_labels`` [b, s_local].
+
+        For a caller that has cut a batch itself.
+        """
+        self._batches += 1
+        return self._forward(self.model, self._own_forward, **own, context_part=replace(part, number=self._batches))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model computes whole sequences on each rank, as before; not between a forward and its backward pass."""
+        model, cached = self.model, getattr(self.model.config, "use_cache", None)
+        model.set_attn_implementation(self._attention_before)
+        self._active = False
+        if cached is not None:
+            model.config.use_cache = self._cache_before
+        try:
+            yield
+        finally:
+            self._active = True
+            model.set_attn_implementation(NAME)
+            if cached is not None:
+                model.config.use_cache = cached
+
     def remove(self) -> None:
         """Restore the model, after the last backward pass. A second call does nothing."""
         while self._undo:
@@ -216,7 +248,9 @@ class ContextParallel:
     def _install(self, fpdt: Fpdt | None) -> None:
         register()
         model = self.model
-        before = model.config._attn_implementation
+        self._attention_before = before = model.config._attn_implementation
+        self._cache_before = getattr(model.config, "use_cache", None)
+        self._own_forward = model.forward
         self._undo.append(lambda: model.set_attn_implementation(before))
         model.set_attn_implementation(NAME)
         for module in model.modules():
@@ -260,19 +294,20 @@ class ContextParallel:
         own = type(module).forward if before is None else getattr(before, "__func__", before)
         bound = before is None or hasattr(before, "__func__")
 
-        active = True
+        active, context = True, self
 
         @wraps(own)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             usual = MethodType(own, self) if bound else own
-            return function(self, usual, *args, **kwargs) if active else usual(*args, **kwargs)
+            ours = active and context._active
+            return function(self, usual, *args, **kwargs) if ours else usual(*args, **kwargs)
 
-        ours = module.forward = MethodType(forward, module)
+        installed = module.forward = MethodType(forward, module)
 
         def undo() -> None:
             nonlocal active
             active = False  # another function may have wrapped it in the meantime
-            if vars(module).get("forward") is ours:
+            if vars(module).get("forward") is installed:
                 del module.forward
                 if before is not None:
                     module.forward = before
@@ -283,13 +318,13 @@ class ContextParallel:
         return args, kwargs if self._part is None else {**kwargs, MIXER: OverRanks(self._part)}
 
     def _longest(self) -> int:
-        return self._part.longest
+        return self._part.longest if self._active else 1
 
     @contextmanager
     def _with_part(self, part: Part) -> Iterator[None]:
         self._part = part
         try:
-            with masks_by(lambda window: Shared(part, self._kernel, window, self._seed)):
+            with masks_by(lambda window: Shared(part, self.kernel, window, self._seed)):
                 yield
         finally:
             self._part = None
@@ -317,6 +352,9 @@ class ContextParallel:
         # With a mask, transformers does not search a rank's positions for document boundaries.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
         with self._with_part(context_part):
+            if shift_labels is None and scores_sequences(model):
+                hidden = model.base_model(**kwargs).last_hidden_state
+                return SequenceClassifierOutputWithPast(logits=model.score(hidden))  # of each token
             if shift_labels is None:
                 return own(**kwargs)
             output = model.base_model(**kwargs)
@@ -332,7 +370,9 @@ class ContextParallel:
 
 def _check(model: nn.Module, grid: Grid) -> None:
     """Checks that do not run the model."""
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+    if not isinstance(model, PreTrainedModel) or (
+        model.get_output_embeddings() is None and not scores_sequences(model)
+    ):
         raise ValueError(f"{type(model).__name__} is not a causal language model of transformers: not supported")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has an encoder: not supported over ranks")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron.context_parallel.huggingface.linear_layers import MIXER, Alone, has_state
 from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by
@@ -98,8 +99,14 @@ def run_alone(
             module.training = True
     if output.loss is None:
         raise ValueError(f"{type(model).__name__} computes no loss from labels: not supported over ranks")
-    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+    targets = tokens[:, 1:].flatten() % output.logits.size(-1)
+    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), targets)
     return ProbeResult(output.logits, output.loss, expected, heads)
+
+
+def scores_sequences(model: nn.Module) -> bool:
+    """Whether a model gives each sequence a score, as reward models do."""
+    return model.get_output_embeddings() is None and isinstance(getattr(model, "score", None), nn.Linear)
 
 
 def _add_alone(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -110,6 +117,11 @@ def _call(model: PreTrainedModel, given: dict[str, Any]) -> Any:
     """The model's outputs. An error of the model becomes a ValueError of one line."""
     who = type(model).__name__
     try:
+        if scores_sequences(model):
+            labels = given.pop("labels")
+            hidden = model.base_model(**given).last_hidden_state
+            loss = F.cross_entropy(hidden[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten() % hidden.size(-1))
+            return CausalLMOutputWithPast(loss=loss, logits=hidden)
         return model(**given)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         if any(kind.__name__ in str(error) for kind in (_Alone, NotCausal)):

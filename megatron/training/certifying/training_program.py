@@ -55,7 +55,7 @@ def train(job: Job) -> Outcome:
     arguments = job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
     results = []
     for _ in range(STEPS):
-        results.append(train_step(*arguments))
+        results.append(train_step(*arguments, objective=job.objective))
         updates = updates or {name: x - before[name] for name, x in full_parameters(job).items()}
     grid = job.runtime.grid
     return Outcome(

@@ -404,7 +404,7 @@ def _build(
     for split, (paths, flag, share), count in zip(SPLITS, sources, samples):
         files = [stores[path] for path in paths or ()]
         total = sum(map(len, files)) // (2 if data.pairs else 1)
-        unit, whose = ("pairs", "the answers'") if data.pairs else ("conversations", "the assistant's")
+        unit, whose = ("pairs", "answers'") if data.pairs else ("conversations", "assistant's")
         chosen = np.arange(*(round(bound * total) for bound in share))
         if not files or (not len(chosen) and split != "train" and data.split is None):
             if files:

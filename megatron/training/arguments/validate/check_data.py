@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 
-from megatron.context_parallel.losses import REFERENCE_FREE
 from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
 from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
@@ -17,6 +16,7 @@ SOURCES = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "data_args_path",
     "data_file_list", "per_split_data_args_path", "data_config", *WEIGHTED,
 )  # fmt: skip
+REFERENCE_FREE = ("orpo", "simpo")  # as in context_parallel/losses.py, which needs torch
 BPE = {"vocab_file": "a file", "merge_file": "a file"}
 READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": {"tokenizer_model": "a folder"}}
 WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
