@@ -49,7 +49,7 @@ from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
-from megatron.training.features.reference_model import pair_objective
+from megatron.training.evaluation.reference_model import pair_objective
 from megatron.training.loss import PairObjective
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism

@@ -75,11 +75,13 @@ class TrlMixin(ContextParallelMixin):
                 raise ValueError(f"{name} {why}: leave it out")
         if (group := getattr(settings, "num_generations", None)) is not None:  # GRPO
             own = settings.per_device_train_batch_size * settings.steps_per_generation
-            if own % group:
-                raise ValueError(
-                    f"per_device_train_batch_size x steps_per_generation is {own}, but over ranks it must be a "
-                    f"multiple of num_generations, {group}"
-                )
+            held_out = settings.per_device_eval_batch_size if settings.eval_strategy != "no" else 0
+            for name, size, of in (
+                ("per_device_train_batch_size x steps_per_generation", own, group),
+                ("per_device_eval_batch_size", held_out, getattr(settings, "num_generations_eval", None) or group),
+            ):
+                if size % of:
+                    raise ValueError(f"{name} is {size}, but over ranks it must be a multiple of num_generations, {of}")
             if getattr(settings, "scale_rewards", None) == "batch":
                 raise ValueError("scale_rewards='batch' would count samples once for each rank: use 'group'")
             settings.generation_batch_size = own * grid.data.size  # TRL multiplies by all processes
