@@ -137,7 +137,8 @@ def test_steps_are_those_of_trl_alone(pool, alone, kind, steps, grid, options):
             # exp(d) - 1 - d of small d loses digits
             assert mine.pop("kl", 0) == pytest.approx(theirs.get("kl", 0), rel=1e-3)
             assert mine == pytest.approx({name: x for name, x in theirs.items() if name != "kl"}, rel=1e-4, abs=1e-6)
-            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-7)
+            # GRPO's loss is a sum of terms of about the size 1, the advantages, which cancel.
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6 if kind == "GRPO" else 1e-7)
 
 
 REFUSED = [

@@ -3,5 +3,5 @@
 
 haystack.py writes phrases with any tokenizer, samples.py makes samples from the phrases and packs samples into rows,
 eval_plan.py selects the samples of a run, tasks.py scores the samples over the grid, eval_report.py shows the results,
-and evaluated_model.py loads a model that is only evaluated.
+evaluated_model.py loads a model that is only evaluated, and reference_model.py makes that of --dpo.
 """
