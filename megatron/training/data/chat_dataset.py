@@ -124,8 +124,8 @@ def render(path: str, flag: str, template: ChatTemplate, pairs: bool, bar: bool 
         for chat, turns in read_pairs(path, flag) if pairs else ((chat, 0) for chat in read_chats(path, flag)):
             yield (chat.where,)
             rendered = template(chat)
-            spoken = last_turns(rendered.spoken, turns) if turns else rendered.spoken
-            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), spoken.tobytes()
+            mask = last_turns(rendered.spoken, turns) if turns else rendered.spoken
+            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), mask.tobytes()
 
     longest = os.path.getsize(path) if path.endswith((".json", ".jsonl")) and not is_remote(path) else LONGEST
     memory = MEMORY + BYTES_RENDERED * min(longest, LONGEST)
