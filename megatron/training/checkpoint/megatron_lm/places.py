@@ -144,7 +144,7 @@ def run_of(path: Path) -> str | None:
         common = common_state(path)
         progress = common.get("progress", common)  # Megatron-LM stores the iteration at the top level
         return str(progress.get("run", "")) if int(progress["iteration"]) == iteration_of(path) else None
-    except (Refusal, OSError, AttributeError, KeyError, TypeError, ValueError):
+    except (Refusal, OSError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
