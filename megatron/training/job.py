@@ -123,7 +123,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     tokenizer, vocab_size = together(lambda: vocabulary(described, tokenizer, config))
     data = config.data
     of_all_ranks = data.micro_batch_size * data_parallel_size(config, dist.get_world_size())
-    batch_sizes = BatchSizes(data.rampup_batch_size, data.global_batch_size, of_all_ranks)
+    batch_sizes = BatchSizes.of(data, of_all_ranks)
     reset = config.checkpoint.reset_iteration
     done = checkpoint.progress_in(path, config.checkpoint) if path and not reset else Progress()
     done = in_memory.progress if in_memory else done
@@ -239,7 +239,7 @@ def length_of_run(config: Config, batch_sizes: Any, done: Progress = Progress())
         return 0, 0
     if config.stage is not None:
         return config.stage.end, samples_after(config, config.stage.end) - samples_after(config, config.stage.start)
-    ramp = config.data.rampup_batch_size is not None
+    ramp = config.data.rampup_batch_size is not None or config.data.step_batch_size_schedule is not None
     iterations, samples, tokens = math.inf, math.inf, math.inf
     if run.train_iters is not None:
         iterations = run.train_iters

@@ -432,9 +432,7 @@ MEANT = {  # given flag -> suggested flag
     "--offload-checkpoint": "--offload-checkpoints",
     "--ft-package": "--enable-ft-package",  # which is refused, as the message says
     # flags of other versions that have another form here
-    "--step-batch-size-schedule 0:4 1M:8": "--rampup-batch-size",
     "--skip-train-iteration-range 3-5": "--iterations-to-skip",
-    "--hybrid-layer-pattern M": "--hybrid-override-pattern",
     # USP, yunchang, LoongTrain
     "--ulysses-degree 2": "--ulysses-parallel-size",
     "--ulysses_degree 2": "--ulysses-parallel-size",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from megatron.context_parallel.core.expert_choice import (
     capacity,
     choose,
     even_choice,
+    probability_sums,
     within_capacity,
     z_loss,
 )
@@ -44,6 +46,22 @@ RULES = [
     )
 ]
 RULES += [RouterRule(topk=3, score_function="sigmoid", expert_bias=True)]
+
+
+def test_sqrtsoftplus_is_written_out():
+    """DeepSeek V4's scores, with its bias: core 0.16 does not have them."""
+    logits, bias = logits_of(5), torch.linspace(0.5, -0.5, 8)
+    rule = RouterRule(topk=3, score_function="sqrtsoftplus", expert_bias=True, topk_scaling_factor=2.0)
+    weights, chosen = choose(logits, rule, bias)
+    for row, one, mine in zip(logits.tolist(), weights, chosen):
+        scores = [math.sqrt(math.log1p(math.exp(x))) for x in row]
+        best = sorted(range(8), key=lambda expert: -scores[expert] - float(bias[expert]))[:3]
+        total = sum(scores[expert] for expert in best)
+        expected = [2 * scores[expert] / total if expert in best else 0.0 for expert in range(8)]
+        assert one.tolist() == pytest.approx(expected, rel=1e-5) and mine.nonzero()[:, 0].tolist() == sorted(best)
+    sums = probability_sums(logits, rule, torch.ones(5))
+    scores = torch.log1p(logits.double().exp()).sqrt()
+    torch.testing.assert_close(sums[0].double(), (scores / scores.sum(1, keepdim=True)).sum(0), rtol=1e-5, atol=1e-6)
 
 
 def logits_of(tokens: int = 40, experts: int = 8) -> torch.Tensor:

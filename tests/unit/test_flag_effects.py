@@ -238,6 +238,7 @@ EFFECTS = f"""
 {DECAY} | --weight-decay-incr-style cosine | schedule.wd_incr_style
 --load a | --override-opt-param-scheduler | schedule.override_opt_param_scheduler
 --load a | --use-checkpoint-opt-param-scheduler | schedule.use_checkpoint_opt_param_scheduler
+| --apply-wd-to-qk-layernorm | optimizer.apply_wd_to_qk_layernorm
 | --clip-grad 0.5 | optimizer.clip_grad
 | --adam-beta1 0.8 | optimizer.adam_beta1
 | --adam-beta2 0.8 | optimizer.adam_beta2
@@ -270,6 +271,7 @@ SHOWN = {
     "data_path train_data_path valid_data_path test_data_path split data_cache_path "
     "mock_data num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
     "num_workers",
+    "tests/unit/test_refusals.py": "step_batch_size_schedule",
     "tests/unit/test_packing.py": "packing packing_window data_config seq_length_schedule",
     "tests/unit/test_sources.py": "object_storage_cache_path",
     "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",

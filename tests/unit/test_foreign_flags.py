@@ -197,6 +197,23 @@ def test_a_sharding_strategy_without_fsdp_is_noted():
         ("--glu-activation swiglu --ffn-hidden-size 100", "--swiglu --ffn-hidden-size 100", 1),
         ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --qk-layernorm", "--qk-layernorm", 1),
         ("--rotary-position-embeddings-theta 500000", "--rotary-base 500000", 1),
+        ("--dataloader-inter-document-masking", "--reset-attention-mask --reset-position-ids", 1),
+        (
+            "--hybrid-layer-pattern M-M*|M-M- --pipeline-model-parallel-size 2 --mamba-num-groups 1 --num-layers 3",
+            "--is-hybrid-model --hybrid-override-pattern M-M*M-M- --pipeline-model-parallel-size 2 "
+            "--mamba-num-groups 1",
+            2,
+        ),
+        (
+            "--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16 --bf16",
+            "--zero-stage 0 --grad-reduce-in-bf16 --bf16",
+            1,
+        ),
+        (
+            "--use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16 --megatron-fsdp-main-grads-dtype fp32 --bf16",
+            "--zero-stage 0 --grad-reduce-in-bf16 --bf16",
+            1,
+        ),
         ("--normalization rmsnorm", "--normalization RMSNorm", 1),
         ("--normalization layernorm", "", 1),
         (
@@ -295,6 +312,10 @@ def test_names(theirs: str, ours: str, world_size: int):
         ("--rope-scaling-type yarn", ("--rope-scaling-type yarn", "llama3")),
         ("--gas 3 --global-batch-size 4", ("--gradient-accumulation-steps 3", "--global-batch-size 4", "use 3")),
         ("--spec my.module my_spec", ("--spec my.module my_spec", "leave it out")),
+        ("--hybrid-layer-pattern M*/M", ("has layers that predict later tokens (/)", "leave them out")),
+        ("--hybrid-layer-pattern M*|M", ("stages (|) of unequal lengths", "make them equal")),
+        ("--hybrid-layer-pattern M*|M*", ("has 2 stages (|)", "use --pipeline-model-parallel-size 2")),
+        ("--hybrid-layer-pattern MD", ("--hybrid-override-pattern MD", "has 'D'")),
         ("--glu-activation geglu", ("--glu-activation geglu", "swiglu")),
         ("--rank 0", ("--rank 0", "--world-size")),
         ("--no-cuda --device cuda", ("--no-cuda", "--device cuda")),

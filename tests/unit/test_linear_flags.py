@@ -70,7 +70,6 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{MAMBA} --sandwich-norm", "with --sandwich-norm is not supported"),
         (f"{MAMBA} --attention-mask full", "a state holds earlier tokens alone"),
         (f"{MAMBA} --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
-        (f"{MAMBA} --hybrid-layer-pattern M*", "use --hybrid-override-pattern"),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "needs --is-hybrid-model"),
         ("--lora-rank 4 --lora-targets in_proj", "--lora-targets in_proj is no layer of this model: choose from"),
         ("--lora-rank 4 --lora-targets v_proj", "--lora-targets v_proj: use linear_qkv, which is q_proj, k_proj"),

@@ -400,8 +400,7 @@ def test_length_of_run(length: str, expected: int | None, ramp: str):
     from megatron.training.job import length_of_run
 
     config = parse(f"{SHAPE} {RUN} {length} {ramp}".split(), LLAMA, 1)
-    data = config.data
-    calculator = BatchSizes(data.rampup_batch_size, data.global_batch_size, 1)
+    calculator = BatchSizes.of(config.data, 1)
     iterations, samples = length_of_run(config, calculator)
     assert samples == samples_after(config, iterations)
     if expected is not None:
@@ -410,6 +409,37 @@ def test_length_of_run(length: str, expected: int | None, ramp: str):
         assert iterations == 7
     else:
         assert 32 <= samples < 36 and samples_after(config, iterations - 1) < 32
+
+
+def test_batch_sizes_by_steps():
+    """As Megatron-LM's loop: each step has the size of the last threshold that its samples have reached."""
+    from megatron.training.arguments.schedule import BatchSizes, samples_after
+    from megatron.training.job import length_of_run
+
+    command = f"{SHAPE} {RUN}".replace("--global-batch-size 4", "").split()
+    steps = [(0, 2), (15, 4), (62, 8)]  # of 64 tokens each
+    words = [*command, "--train-samples", "200", "--step-batch-size-schedule"]
+    config = parse([*words, "0:2, 1K:4 0.004M:8"], LLAMA, 1)
+    assert config.data.global_batch_size == 8 and config.data.seq_length == 64
+    sizes, consumed = BatchSizes.of(config.data, 2), 0
+    for iteration in range(40):
+        assert samples_after(config, iteration) == consumed
+        sizes.update(consumed, True)
+        expected = max(size for start, size in steps if consumed >= start)
+        assert (sizes.get_current_running_global_batch_size(), sizes.get()) == (expected, expected // 2)
+        consumed += expected
+    iterations, samples = length_of_run(config, sizes)
+    assert samples == samples_after(config, iterations) >= 200 > samples_after(config, iterations - 1)
+    for text, more, message in (
+        ("1K:2", "", "does not start at 0"),
+        ("0:2 1K:3", "--micro-batch-size 2", "3 is not a multiple of --micro-batch-size 2"),
+        ("0:2 10:4", "", "grow by samples"),
+        ("0:2 x", "", "is not a pair"),
+        ("0:2", "--global-batch-size 2", "with --global-batch-size 2"),
+        ("0:2", "--rampup-batch-size 2 2 8", "with --rampup-batch-size"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            parse([*words, text, *more.split()], LLAMA, 1)
 
 
 def test_tokens_left_by_samples_of_another_length():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 TINY = 1e-20  # keeps the sum of sigmoids from being 0, as in core
 
@@ -25,7 +26,7 @@ class RouterRule:
 
     Attributes:
         topk: experts of a token.
-        score_function: softmax or sigmoid.
+        score_function: softmax, sigmoid or sqrtsoftplus (DeepSeek V4).
         pre_softmax: softmax over all experts, before the choice; otherwise over the chosen ones.
         num_groups: number of groups of experts.
         group_topk: number of groups that are chosen first; None: experts are chosen from all groups.
@@ -68,8 +69,8 @@ def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) ->
     wide = torch.promote_types(logits_nE.dtype, torch.float32)
     if rule.sinkhorn:
         return _sinkhorn(logits_nE, rule, bias_E)
-    if rule.score_function == "sigmoid":
-        scores = torch.sigmoid(logits_nE.to(wide)).type_as(logits_nE)
+    if rule.score_function != "softmax":
+        scores = _independent(logits_nE, rule).type_as(logits_nE)
     elif rule.pre_softmax:
         scores = torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE)
     else:
@@ -79,7 +80,7 @@ def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) ->
         ranked = _best_groups_only(ranked, rule)
     indices = best(ranked, rule.topk)
     weights = scores.gather(1, indices)
-    if rule.score_function == "sigmoid":
+    if rule.score_function != "softmax":
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY) if rule.topk > 1 else weights
     elif not rule.pre_softmax:
         weights = torch.softmax(weights, dim=-1, dtype=wide).type_as(logits_nE)
@@ -87,6 +88,12 @@ def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) ->
         weights = weights * rule.topk_scaling_factor
     chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
     return torch.zeros_like(logits_nE).scatter(1, indices, weights), chosen
+
+
+def _independent(logits_nE: Tensor, rule: RouterRule) -> Tensor:
+    """Scores of at least fp32, each of its own logit."""
+    wide = logits_nE.to(torch.promote_types(logits_nE.dtype, torch.float32))
+    return torch.sigmoid(wide) if rule.score_function == "sigmoid" else functional.softplus(wide).sqrt()
 
 
 def _sinkhorn(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -174,9 +181,9 @@ def probability_sums(logits_nE: Tensor, rule: RouterRule, counted_n: Tensor, sam
 def _likelihoods(logits_nE: Tensor, rule: RouterRule) -> Tensor:
     """Scores of at least fp32 that add up to 1 for each token."""
     wide = torch.promote_types(logits_nE.dtype, torch.float32)
-    if rule.score_function != "sigmoid":
+    if rule.score_function == "softmax":
         return torch.softmax(logits_nE, dim=-1, dtype=wide)
-    scores = torch.sigmoid(logits_nE.to(wide))
+    scores = _independent(logits_nE, rule)
     return scores / (scores.sum(dim=-1, keepdim=True) + TINY)
 
 

@@ -90,7 +90,8 @@ def choose_grid(config: Config, world_size: int, complete: Complete, fastest: Fa
     folders = config.checkpoint.save, config.checkpoint.load
     if None in folders or folders[0] != folders[1]:
         raise Refusal("--elastic", "resumes from its own checkpoints: give --save DIR and --load with the same folder")
-    if config.data.global_batch_size is None and config.data.rampup_batch_size is None:
+    data = config.data
+    if data.global_batch_size is None and data.rampup_batch_size is None and data.step_batch_size_schedule is None:
         raise Refusal(
             "--elastic", ": without --global-batch-size the batch size would depend on the number of processes; give it"
         )

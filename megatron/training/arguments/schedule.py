@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.training.arguments.config import Config, Stage
+from megatron.training.arguments.config import Config, DataConfig, Stage
 from megatron.training.refusal import Refusal, refuse_combinations, short
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
@@ -92,6 +92,8 @@ def samples_after(config: Config, iterations: int) -> int:
     data = config.data
     if config.stage is not None:
         return _counted(config.stage, iterations)[0]
+    if data.step_batch_size_schedule is not None:
+        return _samples_by_steps(batch_steps(data), iterations)
     if data.rampup_batch_size is None:
         return iterations * data.global_batch_size
     start, increment, over = data.rampup_batch_size
@@ -107,6 +109,40 @@ def samples_after(config: Config, iterations: int) -> int:
         )
         samples += min(grown, data.global_batch_size)
     return samples
+
+
+def _samples_by_steps(steps: Sequence[tuple[int, int]], iterations: int) -> int:
+    samples = 0
+    for (_, size), (end, _) in zip(steps, [*steps[1:], (None, 0)]):
+        count = iterations if end is None else min(max(-(-(end - samples) // size), 0), iterations)
+        samples, iterations = samples + count * size, iterations - count
+    return samples
+
+
+def batch_steps(data: DataConfig) -> list[tuple[int, int]]:
+    """(samples, global batch size from there on) of --step-batch-size-schedule, whose thresholds are in tokens.
+
+    Raises:
+        Refusal: the text cannot be read.
+    """
+    flag, text = "--step-batch-size-schedule", " ".join(data.step_batch_size_schedule or [])
+    steps = []
+    for word in text.replace(",", " ").split():
+        start, size = (_number(part) for part in word.partition(":")[::2])
+        if start is None or not size:
+            raise Refusal(f"{flag} {short(word)}", 'is not a pair such as 250B:1536: use "0:768 250B:1536"')
+        steps.append((start // data.seq_length, size))
+    if not steps or steps[0][0] != 0 or any(a >= b for (a, _), (b, _) in zip(steps, steps[1:])):
+        raise Refusal(
+            f"{flag} {short(text)}", "does not start at 0 and grow by samples: sort it, and begin with 0:SIZE"
+        )
+    return steps
+
+
+def _number(text: str) -> int | None:
+    """A number such as 768, 1.5K, 250B or 1T; None if the text is something else."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?)", text.strip().upper())
+    return int(float(match[1]) * 1000 ** " KMBT".index(match[2] or " ")) if match else None
 
 
 def tokens_in(text: str) -> int | None:
@@ -165,6 +201,7 @@ def link_stages(configs: Sequence[Config], starts: Sequence[int]) -> list[Config
         "--skip-train": (run.skip_train, "give --seq-length"),
         "--dry-run": (first.simulation.dry_run, "simulate each stage by its --seq-length and flags"),
         "--rampup-seq-length": (data.rampup_seq_length, "it is another schedule of lengths"),
+        "--step-batch-size-schedule": (data.step_batch_size_schedule, "give each stage its --global-batch-size"),
         "--rampup-batch-size": (data.rampup_batch_size, "give each stage its --global-batch-size"),
         "--sft": (data.sft, "conversations are not cut to a length"),
         "--fim-data": (data.fim_data, "it changes samples of one length"),
@@ -241,10 +278,13 @@ class BatchSizes:
     Args:
         ramp: the first batch size, its increment, and the samples after which it is ``final``; None if it is constant.
         together: samples of one micro-batch of all data-parallel ranks.
+        steps: (samples, batch size from there on), instead of ``ramp``.
     """
 
-    def __init__(self, ramp: Sequence[int] | None, final: int, together: int) -> None:
-        self.final, self.together, self.ramp = final, together, None
+    def __init__(
+        self, ramp: Sequence[int] | None, final: int, together: int, steps: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.final, self.together, self.ramp, self.steps = final, together, None, steps
         if ramp is not None:
             first, increment, samples = ramp
             if final < first or (final - first) % increment:
@@ -255,9 +295,18 @@ class BatchSizes:
             raise ValueError(f"the batch size {final} is not divisible by {together}")
         self.update(0)
 
+    @classmethod
+    def of(cls, data: DataConfig, together: int) -> BatchSizes:
+        """Those of the settings."""
+        steps = batch_steps(data) if data.step_batch_size_schedule is not None else ()
+        return cls(data.rampup_batch_size, data.global_batch_size, together, steps)
+
     def update(self, consumed_samples: int, *_: bool) -> None:
         """Choose the size of the step that follows so many samples."""
         self.current = self.final
+        for start, size in self.steps:
+            if consumed_samples >= start:
+                self.current = size
         if self.ramp is not None:
             first, increment, samples, each = self.ramp
             if consumed_samples <= samples:

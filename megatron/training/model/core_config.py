@@ -148,7 +148,8 @@ def experts(config: Config) -> dict[str, Any]:
         "moe_router_topk": model.moe_router_topk,
         # Only read when core checks the number of experts of a token: the router is ours.
         "moe_router_load_balancing_type": "sinkhorn" if router_rule(model).sinkhorn else "none",
-        "moe_router_score_function": model.moe_router_score_function,
+        # core 0.16 has no sqrtsoftplus; only our router reads it
+        "moe_router_score_function": "softmax" if model.moe_router_score_function == "softmax" else "sigmoid",
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
         "moe_router_dtype": model.moe_router_dtype,
         "moe_expert_capacity_factor": model.moe_expert_capacity_factor,

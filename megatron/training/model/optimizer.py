@@ -31,8 +31,8 @@ from megatron.training.model.weights import unwrap
 
 # Settings with the same name in core.
 SAME_IN_CORE = """
-    optimizer lr min_lr decoupled_lr decoupled_min_lr weight_decay loss_scale initial_loss_scale min_loss_scale
-    loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad
+    optimizer lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm loss_scale
+    initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad
 """.split()
 
 # megatron-core scales fp16 losses only in its optimizers of 16-bit weights. Under FSDP (ZeRO 2 and 3) the weights are

@@ -99,6 +99,9 @@ def _program(config: Config, assign: _Assign) -> None:
         )
     if other.no_cuda:
         assign("run.device", "cpu", "--no-cuda")
+    if other.dataloader_inter_document_masking:
+        for name in ("reset_attention_mask", "reset_position_ids"):
+            assign(f"data.{name}", True, "--dataloader-inter-document-masking")
     if other.eval_only is not None:
         if any(word.lower() in ("false", "0") for word in other.eval_only):
             raise Refusal(
@@ -115,6 +118,9 @@ def _precision(config: Config, assign: _Assign) -> None:
         assign("optimizer.optimizer", "adam", f"--optimizer-selection {other.optimizer_selection}")
     if other.o2_gradient:
         assign("parallel.grad_reduce_in_bf16", True, "--o2-gradient")
+    for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
+        if getattr(other, name) == "bf16":
+            assign("parallel.grad_reduce_in_bf16", True, f"{_flag(name)} bf16")
     source = f"--main-grads-dtype {other.main_grads_dtype}"
     if other.main_grads_dtype == "bf16" and not other.use_precision_aware_optimizer:
         raise Refusal(
@@ -250,14 +256,19 @@ def _heads(config: Config, assign: _Assign) -> None:
 
 # Modules whose layers are megatron-core's, configured by flags such as --qk-layernorm.
 PLAIN_SPECS = (["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"],)
-HYBRID_SPEC = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]  # of pretrain_mamba.py
+HYBRID_SPECS = (  # of pretrain_mamba.py, and of pretrain_hybrid.py
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+)
 
 
 def _layers(config: Config, assign: _Assign) -> None:
     other, model = config.foreign, config.model
-    if other.spec == HYBRID_SPEC and not model.is_hybrid_model:
+    if other.hybrid_layer_pattern is not None:
+        _pattern(other.hybrid_layer_pattern, config, assign)
+    if other.spec in HYBRID_SPECS and not model.is_hybrid_model:
         raise Refusal(f"--spec {' '.join(other.spec)}", "needs --is-hybrid-model: add it", Fix("--is-hybrid-model"))
-    if other.spec and other.spec not in (*PLAIN_SPECS, HYBRID_SPEC):
+    if other.spec and other.spec not in (*PLAIN_SPECS, *HYBRID_SPECS):
         raise Refusal(
             f"--spec {' '.join(other.spec)}",
             ": custom layers are not supported: leave it out",
@@ -267,6 +278,23 @@ def _layers(config: Config, assign: _Assign) -> None:
         assign("model.swiglu", True, "--glu-activation swiglu")
         if model.ffn_hidden_size is None and model.hidden_size is not None:
             model.ffn_hidden_size = 4 * model.hidden_size
+
+
+def _pattern(pattern: str, config: Config, assign: _Assign) -> None:
+    """Megatron-LM's pattern of a hybrid model, which overrides --num-layers and has the stages of the pipeline."""
+    source = f"--hybrid-layer-pattern {pattern}"
+    stages, layers = pattern.split("|"), pattern.replace("|", "")
+    if "/" in pattern:
+        raise Refusal(
+            source, "has layers that predict later tokens (/), which hybrids do not have here: leave them out"
+        )
+    if len(stages) > 1 and {len(stage) for stage in stages} != {len(layers) // len(stages)}:
+        raise Refusal(source, "has stages (|) of unequal lengths: make them equal, or leave the signs out")
+    if len(stages) > 1 and len(stages) != config.parallel.pipeline_model_parallel_size:
+        raise Refusal(source, f"has {len(stages)} stages (|): use --pipeline-model-parallel-size {len(stages)}")
+    config.model.num_layers = len(layers)
+    assign("model.is_hybrid_model", True, source)
+    assign("model.hybrid_override_pattern", layers, source)
 
 
 def _grid(config: Config, assign: _Assign) -> None:

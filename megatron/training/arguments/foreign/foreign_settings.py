@@ -42,6 +42,18 @@ class ForeignConfig:
         "of --use-megatron-fsdp: --zero-stage 0, 1, 2 or 3",
         choices=["no_shard", "optim", "optim_grads", "optim_grads_params"],
     )
+    megatron_fsdp_main_grads_dtype: str = flag(
+        "auto", "of --use-megatron-fsdp: bf16 is --grad-reduce-in-bf16", choices=["auto", "fp32", "bf16"]
+    )
+    megatron_fsdp_grad_comm_dtype: str = flag(
+        "auto", "the same: dtype in which gradients are sent", choices=["auto", "fp32", "bf16"]
+    )
+    dataloader_inter_document_masking: bool = flag(False, "--reset-attention-mask --reset-position-ids")
+    hybrid_layer_pattern: str | None = flag(
+        None,
+        "--is-hybrid-model --hybrid-override-pattern, with as many --num-layers; | ends a pipeline stage",
+        type=str,
+    )
     use_torch_fsdp2: bool = flag(False, "--zero-stage 3")
     torch_fsdp2_reshard_after_forward: bool = flag(
         True, "with --use-torch-fsdp2: --zero-stage 2", flags=["--torch-fsdp2-no-reshard-after-forward"]

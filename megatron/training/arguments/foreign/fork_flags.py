@@ -83,8 +83,8 @@ gradients and activations are sent as they are, never compressed: --grad_comp --
     --inter_grad_comp_epilogue_only --emb_comm_opt --use_error_feedback
 this precision setting is not supported: --embedding-weights-in-fp32
 weights and states of the optimizer are in fp32 here: --o2-optimizer
-the supported optimizers are adam and sgd, on the training device: --cpu-optimizer --cpu_torch_adam --use-bnb-optimizer
-    --remote-device 1 none
+the supported optimizers are adam, sgd and muon, on the training device: --cpu-optimizer --cpu_torch_adam
+    --use-bnb-optimizer --remote-device 1 none
 all weights are trained here: --bitfit
 only Megatron-LM's mixtures of experts are supported: --moe-model-type 1 megatron_moe
 each token is predicted from those before it, with the model's own output layer: --causal-lm

@@ -73,8 +73,7 @@ attention in which an indexer chooses the keys (DSA) is not supported: --dsa-ind
 Muon's other weights are always updated by AdamW: --muon-scalar-optimizer 1 adam
 widths do not change learning rates and initial weights (muP) here: --use-mup
 this precision setting is not supported: --mamba-training-ssm-states-dtype 1 fp32
-    --megatron-fsdp-main-params-dtype 1 fp32 --megatron-fsdp-main-grads-dtype 1 auto
-    --megatron-fsdp-grad-comm-dtype 1 auto
+    --megatron-fsdp-main-params-dtype 1 fp32
 CUDA graphs are not supported: --cuda-graph-modules + --optimizer-cuda-graph
 this program does not write such files: --save-params-interval 1 --save-activations-interval 1
     --save-tokens-per-expert-interval 1 --moe-routing-trace-path 1 --moe-routing-trace-max-training-iters 1
@@ -118,8 +117,6 @@ use --zero-stage 3, which splits weights over all of DP x CP: --tensor-parallel-
     --expert-tensor-parallel-num-weight-shards 1
 """,
     replace: """
---reset-position-ids --reset-attention-mask; documents are kept apart by --reset-attention-mask, and their positions
-    begin again with --reset-position-ids: --dataloader-inter-document-masking
 --make-vocab-size-divisible-by 1: --no-pad-vocab-size --disable-pad-vocab-size
 """,
     rename: """

@@ -45,9 +45,8 @@ this option of mixtures of experts is not supported: --moe-extended-tp --moe-ena
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference
-the supported optimizers are adam and sgd, on the training device: --optimizer-cpu-offload
-weight decay applies to all weights but biases and those of norms: --apply-wd-to-qk-layernorm
-    --no-weight-decay-cond-type 1
+the supported optimizers are adam, sgd and muon, on the training device: --optimizer-cpu-offload
+weight decay applies to all weights but biases and those of norms: --no-weight-decay-cond-type 1
 this program does not write such files: --save-wgrads-interval 1 --save-dgrads-interval 1
     --dump-param-to-param-group-map 1
 weights are always created at start-up: --lazy-mpu-init 1
@@ -131,9 +130,8 @@ restarts are left to torchrun or Slurm; SIGTERM saves and stops: --adlr-autoresu
 """,
     Advice: """
 use --dry-run --world-size N: --fake-process-group
-use --hybrid-override-pattern, without signs for pipeline stages: --hybrid-layer-pattern 1
-use --rampup-batch-size START STEP SAMPLES, or stages of --seq-length-schedule, each with its --global-batch-size:
-    --step-batch-size-schedule +
+use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory:
+    --fine-grained-activation-offloading --offload-modules +
 a run has one blend of data: begin a run for each phase, with --load and its own data: --phase-transition-iterations 1
 use tools/convert_hf.py: --ckpt-convert-format 1 --ckpt-convert-save 1 --ckpt-convert-update-legacy-dist-opt-format
 of FP8, only --fp8-format, --fp8-recipe and the amax settings are supported: --fp8-quantizer-factory 1 --fp8-margin 1 0
@@ -147,8 +145,7 @@ evaluation uses one validation set and --eval-iters: --full-validation --multipl
 """,
     replace: """
 --fpdt; use --fpdt, or --recompute-granularity full --offload-checkpoints, to keep activations in host memory:
-    --cpu-offloading-num-layers 1 0 --fine-grained-activation-offloading --offload-modules +
-    --min-offloaded-tensor-size 1 1048576
+    --cpu-offloading-num-layers 1 0 --min-offloaded-tensor-size 1 1048576
 --non-persistent-ckpt-type local; copies in memory are files of each node: use --non-persistent-ckpt-type
     local: --non-persistent-global-ckpt-dir 1
 """,

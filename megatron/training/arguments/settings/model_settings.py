@@ -256,7 +256,7 @@ class ModelConfig:
     )
     moe_router_topk: int = flag(2, "number of experts per token", network=FUNCTION)
     moe_router_score_function: str = flag(
-        "softmax", "scores of experts", choices=["softmax", "sigmoid"], network=FUNCTION
+        "softmax", "scores of experts", choices=["softmax", "sigmoid", "sqrtsoftplus"], network=FUNCTION
     )
     moe_router_pre_softmax: bool = flag(
         False, "softmax over all experts before the choice, instead of over the chosen ones", network=FUNCTION

@@ -60,6 +60,7 @@ class OptimizerSettings:
         flags=["--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"],
         aliases=["--use-checkpoint-lr-scheduler"],
     )
+    apply_wd_to_qk_layernorm: bool = flag(False, "weight decay for the norms of --qk-layernorm, too")
     clip_grad: float = flag(1.0, "largest gradient norm; 0 switches clipping off")
     adam_beta1: float = flag(0.9, "Adam's first beta")
     adam_beta2: float = flag(0.999, "Adam's second beta")
@@ -120,6 +121,12 @@ class DataConfig:
     global_batch_size: int | None = flag(None, "samples per optimizer step; default micro-batch x DP", type=int)
     rampup_batch_size: list[int] | None = flag(
         None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3
+    )
+    step_batch_size_schedule: list[str] | None = flag(
+        None,
+        'global batch sizes by consumed tokens, instead of --global-batch-size: "0:768 250B:1536 500B:3072"',
+        type=str,
+        nargs="+",
     )
     rampup_seq_length: list[int] | None = flag(
         None,

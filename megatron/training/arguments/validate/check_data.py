@@ -123,6 +123,7 @@ def _check_packing(data: DataConfig) -> None:
     }
     if data.packing == "by-work":
         others["--rampup-batch-size"] = (data.rampup_batch_size, "its global batches have one size")
+        others["--step-batch-size-schedule"] = (data.step_batch_size_schedule, "its global batches have one size")
     refuse_combinations(f"--packing {data.packing}", others)
 
 

@@ -90,8 +90,10 @@ def _pattern(model: ModelConfig) -> None:
 def _without_reader(config: Config) -> None:
     """Note what Megatron-LM accepts but does not read, and reset it."""
     model, kinds = config.model, config.model.moe_router_load_balancing_type
-    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
-        config.notes.append("no effect here: --moe-router-pre-softmax (sigmoid scores have no softmax)")
+    if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
+        config.notes.append(
+            f"no effect here: --moe-router-pre-softmax ({model.moe_router_score_function} scores have no softmax)"
+        )
         model.moe_router_pre_softmax = False
     if kinds == ["none"] and any(model.moe_aux_loss_coeff):
         config.notes.append("no effect here: --moe-aux-loss-coeff (--moe-router-load-balancing-type none has no loss)")
@@ -101,7 +103,7 @@ def _without_reader(config: Config) -> None:
 def _sinkhorn(model: ModelConfig) -> None:
     """Refuse what Sinkhorn's choice of experts does not read, and a capacity, which core refuses too."""
     refused = {
-        "--moe-router-score-function sigmoid": model.moe_router_score_function == "sigmoid",
+        f"--moe-router-score-function {model.moe_router_score_function}": model.moe_router_score_function != "softmax",
         "--moe-router-pre-softmax": model.moe_router_pre_softmax,
         "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
         "--moe-router-group-topk": model.moe_router_group_topk,
@@ -125,7 +127,7 @@ def _router(model: ModelConfig) -> None:
             "gives the chosen expert the weight 1 whatever the router says: add --moe-router-pre-softmax",
             Fix("--moe-router-pre-softmax"),
         )
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax":
         raise Refusal(
             "--moe-router-enable-expert-bias",
             "needs scores that a bias can change: add --moe-router-score-function sigmoid",

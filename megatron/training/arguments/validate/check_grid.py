@@ -8,7 +8,8 @@ from math import gcd
 
 from megatron.decisions.division import length_unit, uneven_heads
 from megatron.training.arguments.config import Config
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near
+from megatron.training.arguments.schedule import batch_steps
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
 
 
 def complete_context(config: Config) -> None:
@@ -205,11 +206,24 @@ def complete_batch(config: Config, data_parallel: int) -> None:
                 "leave one out",
             )
         data.global_batch_size = wanted
+    if data.step_batch_size_schedule is not None:
+        steps = batch_steps(data)
+        others = {
+            f"--global-batch-size {data.global_batch_size}": (
+                data.global_batch_size,
+                "its last size is the final one: leave --global-batch-size out",
+            ),
+            "--rampup-batch-size": (data.rampup_batch_size, "both change the batch size: leave one out"),
+        }
+        refuse_combinations("--step-batch-size-schedule", others)
+        data.global_batch_size = steps[-1][1]
     virtual = parallel.num_virtual_stages_per_pipeline_rank is not None
     if data.global_batch_size is None:
         data.global_batch_size = unit * (parallel.pipeline_model_parallel_size if virtual else 1)
         config.notes.append(f"--global-batch-size was not given: {data.global_batch_size}")
     sizes = {"--global-batch-size": data.global_batch_size}
+    if data.step_batch_size_schedule is not None:
+        sizes = {f"--step-batch-size-schedule (from {start} samples)": size for start, size in steps}
     if data.rampup_batch_size:
         start, step, over = data.rampup_batch_size
         if over < 1:
@@ -254,6 +268,8 @@ def _check_microbatch_groups(config: Config, unit: int) -> None:
             Fix(f"{flag} {stages}"),
         )
     sizes: dict[str, Sequence[int]] = {"--global-batch-size": [data.global_batch_size]}
+    if data.step_batch_size_schedule is not None:
+        sizes = {"--step-batch-size-schedule": [size for _, size in batch_steps(data)]}
     if data.rampup_batch_size:
         start, step, _ = data.rampup_batch_size
         sizes["--rampup-batch-size"] = range(start, data.global_batch_size, step)

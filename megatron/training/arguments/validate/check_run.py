@@ -168,9 +168,10 @@ def check_duration(config: Config) -> None:
             length = own if getattr(run, f"train_{own}") is not None else "tokens"
             name = flag.removesuffix(other) + length
             raise Refusal(flag, f"cannot be used with --train-{length}: use {name}", Fix(rename=(flag, name)))
-    if config.data.rampup_batch_size and run.train_iters is not None:
+    grows = "--rampup-batch-size" if config.data.rampup_batch_size else "--step-batch-size-schedule"
+    if (config.data.rampup_batch_size or config.data.step_batch_size_schedule) and run.train_iters is not None:
         config.notes.append(
-            f"--train-iters {run.train_iters} with --rampup-batch-size takes {samples_after(config, run.train_iters)} "
+            f"--train-iters {run.train_iters} with {grows} takes {samples_after(config, run.train_iters)} "
             "samples; iterations of the schedule are converted to samples in the same way"
         )
 
@@ -263,7 +264,7 @@ POSITIVE = """
     moe_router_topk moe_router_num_groups moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups
-    mamba_num_heads
+    mamba_num_heads muon_num_ns_steps
 """
 NOT_NEGATIVE = """
     init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples
@@ -275,10 +276,10 @@ NOT_NEGATIVE = """
 ABOVE_ZERO = """
     rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor yarn_beta_fast
     yarn_beta_slow lora_alpha lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window peak_tflops
-    moe_router_topk_scaling_factor moe_expert_capacity_factor
+    moe_router_topk_scaling_factor moe_expert_capacity_factor muon_extra_scale_factor
 """
 DROPOUT = "hidden_dropout attention_dropout"
-BELOW_ONE = f"{DROPOUT} adam_beta1 adam_beta2 lr_warmup_fraction"
+BELOW_ONE = f"{DROPOUT} adam_beta1 adam_beta2 muon_momentum lr_warmup_fraction"
 
 
 def complete_intervals(config: Config) -> None:
