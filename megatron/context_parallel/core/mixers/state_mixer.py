@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.mamba_mixer import _split_tensor_factory  # in 0.19 it moved to ssm.utils
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule
@@ -187,5 +188,25 @@ class StateMixer(MegatronModule):
         by_kind = {f"in_proj.{name}": self.rows for name in BY_KIND}
         for name, kinds in (*by_kind.items(), *((n, self.convolved) for n in own if n[:7] == "conv1d.")):
             if (key := prefix + name) in state:
-                state[key] = _split_tensor_factory(state[key], [*kinds.values()], [*kinds], 0)
+                state[key] = in_kinds(state[key], kinds)
         return state
+
+
+def in_kinds(whole: ShardedTensor, kinds: Mapping[str, int]) -> ShardedTensorFactory:
+    """The rows of a tensor as one tensor of the checkpoint for each kind, which TP splits; names end in the kind.
+
+    core's own function is in another module since 0.19, and in 0.16 next to imports of Triton.
+    """
+    place = whole.without_data()
+
+    def build(key: str, rows: Tensor, replica: tuple, _: slice | None) -> list[ShardedTensor]:
+        every = replace(place, key=key, data=rows.detach(), dtype=rows.dtype, replica_id=replica)
+        parts, start = [], 0
+        for kind, count in kinds.items():
+            for part in every.narrow(0, start, count):
+                part.key = f"{key}.{kind}"
+                parts.append(part)
+            start += count
+        return parts
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
