@@ -27,13 +27,13 @@ ITS_LOSSES = [3.264238193631172, 3.150227878242731, 3.064189102500677]
 OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")  # of an environment with another megatron-core
 
 
-@pytest.mark.usual(0, 10, 20, 30, 36, 47, 60, 70)
+@pytest.mark.usual(0, 21, 42, 63, 80, 102, 126, 147)
 @pytest.mark.parametrize("kind, grid", core_losses.CASES)
 def test_losses_are_those_of_core_0_16(pool, kind, grid):
     """Recorded on another machine, so the last bits may differ. On one machine all bits are equal."""
     expected = core_losses.recorded()[kind][grid]
     for losses in pool.run(core_losses.losses, core_losses.GRIDS[grid][0], kind, grid, timeout=120):
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-6))
 
 
 @pytest.fixture
