@@ -108,16 +108,16 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        grads = {weight: weight.grad for weight in self.matrices}
+        every = [group["params"] for group in self.param_groups]
         for group in self.param_groups:
-            self._update_matrices([weight for weight in group["params"] if grads.get(weight) is not None], group)
+            mine = [weight for weight in group["params"] if weight in self.matrices and weight.grad is not None]
+            self._update_matrices(mine, group)
+            group["params"] = [weight for weight in group["params"] if weight not in self.matrices]
         try:
-            for weight in grads:
-                weight.grad = None  # AdamW skips it
             super().step(closure)
         finally:
-            for weight, grad in grads.items():
-                weight.grad = grad
+            for group, weights in zip(self.param_groups, every):
+                group["params"] = weights
 
     def _update_matrices(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         if not weights:
