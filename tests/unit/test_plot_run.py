@@ -197,15 +197,15 @@ def counted(more: str, gpus: int = 1, **options):
 def test_a_layer_on_one_gpu() -> None:
     result = counted("")
     linear = [(HIDDEN, QKV), (HEADS * SIZE, HIDDEN), (HIDDEN, 2 * FFN), (FFN, HIDDEN)]
-    products = sum(2 * (TOKENS * (a + b) + a * b) for a, b in linear)
-    assert result["GEMM"] == {"forward": products, "backward": 2 * products}
+    products, matrices = (sum(2 * (TOKENS * (a + b) + a * b) for a, b in linear), sum(a * b for a, b in linear))
+    assert result["GEMM"] == {"forward": products, "backward": 2 * products + (4 + 4 - 2) * matrices}  # fp32 sums
     numbers, angles = TOKENS * (HEADS + KV) * SIZE, TOKENS * SIZE // 2
     assert result["RoPE"] == dict.fromkeys(("forward", "backward"), 2 * 2 * numbers + 2 * 4 * angles)
     norm = 2 * 2 * 2 * (TOKENS * HIDDEN) + 2 * 2 * HIDDEN
     assert result["norm"]["forward"] == norm
     assert result["activation"]["forward"] == 2 * TOKENS * 3 * FFN
-    weights = sum(a * b for a, b in linear) + 2 * HIDDEN
-    assert result["weight gradients: fp32 sums"] == {"backward": (2 + 4 + 4) * weights}
+    weights = matrices + 2 * HIDDEN
+    assert result["weight gradients: fp32 sums"] == {"backward": (2 + 4 + 4) * 2 * HIDDEN}
     # core divides gradients by the tokens; 0.16 and 0.17 only if there are any, which a simulation does not know
     assert result.pop(REST, {"backward": (4 + 4) * weights}) == {"backward": (4 + 4) * weights}
     assert not [group for group in result if group.startswith(("all-to-all", "ring", "FPDT"))]
