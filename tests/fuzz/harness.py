@@ -286,6 +286,8 @@ class _Watch:
             return event, str(arguments[1])
         if event in ("os.scandir", "os.listdir", "os.walk"):
             return None
+        if event == "os.fork" and sys._getframe(2).f_code is own_process.in_own_process.__code__:
+            return None
         if event == "os.kill" and arguments[0] in _children():
             return None  # of in_own_process
         if event in EVENTS or event.startswith(("subprocess.", "socket.", "ctypes.", "shutil.", "tempfile.", "os.")):
@@ -322,6 +324,9 @@ def _child(
     sys.addaudithook(watch)
     signal.signal(signal.SIGVTALRM, _late)
     progress[:] = struct.pack("q", -1)
+    own_process.FORK, watch.on = fork, True  # learn what each process of its own needs, also if no valid file has one
+    list(own_process.in_own_process(lambda: iter([(1,)]), memory=1 << 28, seconds=5))
+    watch.on = False
     # Valid files are read twice, because the first read imports modules; here, where the monitor learns their names.
     for data, own_process.FORK in [(one, fork and again) for one in reader.seeds() for again in (False, True)]:
         what, _ = _read(reader, folder, data, watch)
