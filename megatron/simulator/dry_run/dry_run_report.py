@@ -94,6 +94,8 @@ def _runtime(result: DryRun) -> Iterator[str]:
                 yield f"{name(report)}: {LABELS.get(setting, f'reserved, {setting}')}: the device has too little memory"
             elif retries:
                 yield f"{name(report)}: the device is full; the allocator's cache is freed {retries} times ({setting})"
+    if result.config.optimizer.optimizer == "muon" and result.config.parallel.zero_stage == 1:
+        yield "Muon: the simulated ranks update their shares of the matrices; ranks with larger shares take longer"
     own = runtime_memory(result.config, result.world_size, result.machine)
     yield (
         f"outside of PyTorch's allocator: context {readable(own.context)}, NCCL {readable(own.nccl)} for "
