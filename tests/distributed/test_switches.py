@@ -35,7 +35,7 @@ def one_step(flags, cut):
             yield {name: value[:, :24].contiguous() if value.dim() == 2 else value for name, value in batch.items()}
 
     jobs.batches_for = cut_batches if cut else batches_for
-    step.train_step = lambda *args: train_step(*args, length=None if cut else 24)
+    step.train_step = lambda *args, **more: train_step(*args, **more | ({} if cut else {"length": 24}))
     try:
         return train_job(made, 1)
     finally:

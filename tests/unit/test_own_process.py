@@ -130,7 +130,7 @@ def test_chat_templates_without_end_are_refused_in_one_line(tmp_path, monkeypatc
     (path := tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     monkeypatch.setattr(chat_dataset, "SECONDS", 0)
     with pytest.raises(Refusal) as refusal:
-        chat_dataset.render(str(path), "--data-path", ChatTemplate(tokenizer.transformers, template, "t"))
+        chat_dataset.render(str(path), "--data-path", ChatTemplate(tokenizer.transformers, template, "t"), pairs=False)
     assert ENDLESS[template] in str(refusal.value) and f"{path}, line 1: the chat template" in str(refusal.value)
 
 
