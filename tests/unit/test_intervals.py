@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-import types
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -220,14 +220,14 @@ def test_flash_attn_4_is_refused_where_results_must_repeat():
     ],
 )
 def test_versions_of_packages(monkeypatch, name, version, reason):
-    module, missing = KERNELS[name][1], KERNELS[name][1].metadata.PackageNotFoundError
+    module = KERNELS[name][1]
 
     def installed(package: str) -> str:
         if version is None:
-            raise missing(package)
+            raise metadata.PackageNotFoundError(package)
         return version
 
-    monkeypatch.setattr(module, "metadata", types.SimpleNamespace(version=installed, PackageNotFoundError=missing))
+    monkeypatch.setattr(metadata, "version", installed)
     monkeypatch.setattr(module, "library", lambda: (_ for _ in ()).throw(OSError("no CUDA")))
     assert reason in module.missing.__wrapped__()
 

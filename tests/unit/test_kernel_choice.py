@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import torch
@@ -343,15 +344,13 @@ FLA = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "keys": 128, "va
 def test_where_the_kernels_of_fla_run(monkeypatch, changed, version, reason):
     def installed(name: str) -> str:
         if version is None:
-            raise missing(name)
+            raise metadata.PackageNotFoundError(name)
         return version
 
     def imported(name: str):
         raise RuntimeError("no Triton")
 
-    missing = fla_kernels.metadata.PackageNotFoundError
-    packages = types.SimpleNamespace(version=installed, PackageNotFoundError=missing)
-    monkeypatch.setattr(fla_kernels, "metadata", packages)
+    monkeypatch.setattr(metadata, "version", installed)
     monkeypatch.setattr(fla_kernels, "import_module", imported)
     monkeypatch.setattr(fla_kernels, "missing", fla_kernels.missing.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

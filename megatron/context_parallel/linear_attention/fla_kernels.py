@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.context_parallel.attention.kernels.base import gpu_reason
+from megatron.context_parallel.attention.kernels.base import gpu_reason, package_reason
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.layout.spans import Span, split
 from megatron.context_parallel.linear_attention.rules import LinearRule
@@ -52,24 +52,19 @@ def why_not(rule: LinearRule, *, device: torch.device, dtype: torch.dtype, keys:
 @cache
 def missing() -> str | None:
     """Why the package cannot be used, or None."""
-    try:
-        version = metadata.version("fla-core")
-    except metadata.PackageNotFoundError:
-        return f"needs the package {WANTED}: pip install '{WANTED}'"
-    if tuple(version.split(".")[:2]) != ("0", "6"):
-        return f"needs {WANTED}, and {version} is installed: pip install '{WANTED}'"
-    try:
-        for module, name in set(PLACES.values()):
-            getattr(import_module(module), name)
-    except Exception as error:  # made for another Triton or PyTorch: ImportError, AttributeError or RuntimeError
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"fla-core {version} cannot be imported: {why}"
-    return None
+
+    def fits(version: str) -> bool:
+        return version.split(".")[:2] == ["0", "6"]
+
+    return package_reason("fla-core", WANTED, fits, lambda: [_of(*place) for place in set(PLACES.values())])
+
+
+def _of(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    return getattr(import_module(module), name)
 
 
 def _function(rule: LinearRule) -> Callable[..., tuple[Tensor, Tensor]]:
-    module, name = PLACES[rule.name]
-    return getattr(import_module(module), name)
+    return _of(*PLACES[rule.name])
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ delta ``[s, b, h]``. Query head i reads key head ``i // (h // hk)``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from importlib import metadata
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -120,6 +122,28 @@ class Kernel(Protocol):
     def delta(self, out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor | None:
         """Row sums of ``dout * out``, fp32 [s, b, heads]; None if the kernel uses ``out`` itself."""
         ...
+
+
+def package_reason(package: str, wanted: str, fits: Callable[[str], bool], load: Callable[[], Any]) -> str | None:
+    """Why a package cannot be used, or None.
+
+    Args:
+        wanted: its name and versions, for pip.
+        fits: whether a version is one whose source was read.
+        load: imports what is used of it.
+    """
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"needs the package {wanted}: pip install '{wanted}'"
+    if not fits(version):
+        return f"needs {wanted}, and {version} is installed: pip install '{wanted}'"
+    try:
+        load()
+    except Exception as error:  # made for other versions of what it uses: ImportError, OSError and others
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"{package} {version} cannot be imported: {why}"
+    return None
 
 
 def gpu_reason(device: torch.device) -> str | None:

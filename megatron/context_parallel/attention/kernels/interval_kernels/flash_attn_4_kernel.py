@@ -12,77 +12,51 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import Capability, Final, Scores, gpu_reason
-from megatron.context_parallel.attention.kernels.fused_kernel import compact
+from megatron.context_parallel.attention.kernels.base import Capability, Scores, package_reason
+from megatron.context_parallel.attention.kernels.interval_kernels.interval_kernel import IntervalKernel
 from megatron.context_parallel.attention.kernels.interval_kernels.intervals import (
     BlockLists,
     Intervals,
     block_lists,
-    intervals,
     pieces,
     split_intervals,
+    table_of,
 )
-from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.platform.streams import to_device
 
 WANTED = "flash-attn-4==4.0.0b36"
-LARGEST_HEAD = 128
 MOST = 8  # intervals of a query in one call: the function of pairs compares them one after the other
 KEYS = 128  # of a block, and as many queries; on Blackwell twice as many queries
 
 
-class FlashAttn4Kernel:
+class FlashAttn4Kernel(IntervalKernel):
     """The kernel of the library, on [b, s, heads, d] or, for documents, [tokens, heads, d]."""
 
     name = "flash_attn_4"
-    supports_softcap = supports_value_dim = True
-    supports_mask = supports_bias = supports_dropout = False
+    capabilities = "9.0, 10 or 11"
+    supports_softcap = True
+    supports_mask = False
 
-    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        reason = gpu_reason(device) or _lacks(torch.cuda.get_device_capability(device), dtype, head_dim)
-        return reason or missing()
+    def runs_on(self, capability: Capability) -> bool:
+        return capability[0] in (9, 10, 11)
 
-    def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        return _lacks(capability, dtype, head_dim) or "is not simulated, because nothing has measured it"
+    def missing(self) -> str | None:
+        return missing()
 
-    def attend(self, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Accumulator) -> None:
-        for call in calls(tiles, scores, q.device):
-            out, lse = call.forward(*call.cut(q, k, v), scores)
-            if call.table.empty.any():  # a library may leave NaN there
-                empty = to_device(torch.from_numpy(call.table.empty), q.device)
-                out, lse = out.masked_fill(empty[:, None, None], 0.0), lse.masked_fill(empty, -torch.inf)
-            result.add(call.table.q, out.transpose(1, 2), lse)
+    def calls(self, tiles: Tiles, scores: Scores, device: torch.device) -> list[_Call]:
+        return calls(tiles, scores, device)
 
-    def attend_grad(
-        self,
-        tiles: Tiles,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scores: Scores,
-        final: Final,
-        dq: GradientSum,
-        dkv: KeyGradients,
-    ) -> None:
-        for call in calls(tiles, scores, q.device):
-            rows = slice(*call.table.q)
-            out, dout = (compact(x[rows].transpose(0, 1).to(q.dtype)) for x in (final.out, final.dout))
-            lse = final.lse[rows].permute(1, 2, 0).contiguous()
-            grads = call.backward(*call.cut(q, k, v), out, dout, lse, scores)
-            dq_part, dk_part, dv_part = (grad.transpose(0, 1) for grad in grads)
-            dq.add(call.table.q, dq_part)
-            dkv.add(call.table.k, dk_part, dv_part)
-
-    def delta(self, out: Tensor, dout: Tensor) -> None:
-        return None
+    def lacks(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
+        unsteady = "is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
+        return super().lacks(capability, dtype, head_dim) or unsteady
 
 
 @dataclass(frozen=True)
@@ -98,12 +72,7 @@ class _Call:
     backward_mask: dict[str, Any]
     ends: Callable[[int], dict[str, Any]] | None = None
 
-    def cut(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        parts = (q, self.table.q), (k, self.table.k), (v, self.table.k)
-        return [compact(x[slice(*rows)].transpose(0, 1)) for x, rows in parts]
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """out [b, s, heads, dv] and lse [b, heads, s]."""
         how = {"softmax_scale": scores.scale, "softcap": scores.softcap or 0.0, "return_lse": True, "pack_gqa": False}
         if self.ends is None:
             return library().forward(q, k, v, **how, **self.forward_mask)[:2]
@@ -127,7 +96,7 @@ def calls(tiles: Tiles, scores: Scores, device: torch.device) -> list[_Call]:
     """The calls for some tiles: one, unless queries have very many intervals."""
 
     def made() -> list[_Call]:
-        table = tiles.derived("intervals", lambda: intervals(tiles, scores.mask))
+        table = table_of(tiles, scores.mask)
         if table is None:
             return []
         found = pieces(table)
@@ -165,33 +134,10 @@ def _by_function(table: Intervals, device: torch.device) -> _Call:
     return _Call(table, {**function, **lists(by_queries)}, {**function, **lists(by_keys)})
 
 
-def _lacks(capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-    if dtype not in (torch.bfloat16, torch.float16):
-        return "needs bf16 or fp16"
-    if capability[0] not in (9, 10, 11):
-        return "needs a GPU of compute capability 9.0, 10 or 11"
-    if head_dim % 8 or head_dim > LARGEST_HEAD:
-        return f"needs a head dimension that is a multiple of 8 and at most {LARGEST_HEAD}"
-    if torch.are_deterministic_algorithms_enabled():
-        return "is not deterministic"
-    return None
-
-
 @cache
 def missing() -> str | None:
     """Why the package cannot be used, or None."""
-    try:
-        version = metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        return f"needs the package {WANTED}: pip install '{WANTED}'"
-    if not version.startswith("4.0.0"):
-        return f"needs {WANTED}, and {version} is installed: pip install '{WANTED}'"
-    try:
-        library()
-    except Exception as error:  # made for another CUDA or cutlass-dsl: ImportError, OSError or RuntimeError
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"flash-attn-4 {version} cannot be imported: {why}"
-    return None
+    return package_reason("flash-attn-4", WANTED, lambda version: version.startswith("4.0.0"), library)
 
 
 @cache

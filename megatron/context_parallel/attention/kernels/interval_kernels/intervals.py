@@ -79,6 +79,11 @@ def intervals(tiles: Tiles, mask: Mask | None = None) -> Intervals | None:
     return Intervals((q0, q1), (k0, k1), table)
 
 
+def table_of(tiles: Tiles, mask: Mask | None) -> Intervals | None:
+    """:func:`intervals`, made once for these tiles, to whose plan the mask belongs."""
+    return tiles.derived("intervals", lambda: intervals(tiles, mask))
+
+
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
 """int64: query rows, and the first key and one past the last key of an interval of each."""
 
