@@ -216,6 +216,7 @@ def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
     script.write_text(LIMITED)
     os.mkfifo(pipe)
     flags = f"--train-iters 20 --eval-iters 0 --save {tmp_path}/c --save-interval 4 --log-jsonl {tmp_path}/log.jsonl"
+    flags += f" --profile --use-pytorch-profiler --profile-step-end 12 --tensorboard-dir {tmp_path}/traces"
     with ThreadPoolExecutor(1) as reader:
         read = reader.submit(pipe.read_text)  # until all writers have ended
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -223,9 +224,10 @@ def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
             done = run_forked(script, [str(pipe), *FLAGS.split(), *flags.split()], environment)
         code, out, err = done.returncode, read.result(), done.stdout + done.stderr
     assert "iteration       20/      20" in out, out + err
-    assert "WARNING: --log-jsonl" in out and "no checkpoint was written" in out
+    assert "WARNING: --log-jsonl" in out and "WARNING: --profile" in out and "no checkpoint was written" in out
     assert code != 0  # the last checkpoint could not be saved
     assert not list((tmp_path / "c").glob("iter_*"))
+    assert not list((tmp_path / "traces").glob("*trace*"))
 
 
 def test_a_log_that_cannot_be_written_is_refused_on_all_ranks(tmp_path):

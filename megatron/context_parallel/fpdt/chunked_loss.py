@@ -426,14 +426,11 @@ def cross_entropy(
     Returns:
         With ``needs_grad`` the third value is the gradient of the weighted sum, [tokens, vocab / TP].
     """
-    width, entropy = logits_TV.size(1), entropy or entropy_scale is not None
-    first = rule.tensor.rank * width
+    entropy = entropy or entropy_scale is not None
     largest = logits_TV.amax(1)
     all_reduce(largest, rule.tensor, dist.ReduceOp.MAX)
     logits_TV -= largest.unsqueeze(1)
-    mine = (targets >= first) & (targets < first + width)
-    column = torch.where(mine, targets - first, 0).unsqueeze(1)
-    target_logit = torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0)
+    target_logit, mine, column = logits_of_targets(logits_TV, targets, rule)
     products = None
     if entropy:
         exponentials = logits_TV.exp()
@@ -456,6 +453,14 @@ def cross_entropy(
         grad.addcmul_(products, share.unsqueeze(1), value=-1)
     grad.scatter_add_(1, column, -(mine * scale).unsqueeze(1))
     return losses, entropies, grad
+
+
+def logits_of_targets(logits_TV: Tensor, targets: Tensor, rule: OutputRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Each target's logit [tokens], 0 on all TP ranks but one; whether it is this rank's; its column [tokens, 1]."""
+    first = rule.tensor.rank * logits_TV.size(1)
+    mine = (targets >= first) & (targets < first + logits_TV.size(1))
+    column = torch.where(mine, targets - first, 0).unsqueeze(1)
+    return torch.where(mine, logits_TV.gather(1, column).squeeze(1), 0.0), mine, column
 
 
 def all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:

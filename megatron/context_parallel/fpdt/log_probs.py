@@ -22,6 +22,7 @@ from megatron.context_parallel.fpdt.chunked_loss import (
     all_reduce,
     cross_entropy,
     logits_of_rows,
+    logits_of_targets,
     row_losses,
     walk,
     weighted_sum,
@@ -170,9 +171,7 @@ def _greedy(logits_TV: Tensor, targets: Tensor, rule: OutputRule) -> Tensor:
     """Whether no other token has a larger logit, or an equal one and a lower id; logits are split over TP."""
     width = logits_TV.size(1)
     first = rule.tensor.rank * width
-    own = (targets >= first) & (targets < first + width)
-    column = torch.where(own, targets - first, 0).unsqueeze(1)
-    target = torch.where(own, logits_TV.gather(1, column).squeeze(1), 0.0)  # 0 on all TP ranks but one
+    target, *_ = logits_of_targets(logits_TV, targets, rule)
     all_reduce(target, rule.tensor, dist.ReduceOp.SUM)
     target = target.unsqueeze(1)
     ahead = (logits_TV > target).sum(1)  # a count, so that one sum over TP is enough

@@ -26,7 +26,7 @@ from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.updates.muon import Muon, use_muon
-from megatron.training.model.updates.update import use_fused_adam, use_multi_tensor_calls
+from megatron.training.model.updates.update import parts, use_fused_adam, use_multi_tensor_calls
 from megatron.training.model.weights import unwrap
 
 # Settings with the same name in core.
@@ -138,8 +138,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     if fsdp:
         for chunk in chunks:  # core then sums shards of norms over TP; otherwise it would gather each norm's gradient
             chunk.ddp_config.use_megatron_fsdp = True
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if settings.optimizer == "muon" and not getattr(part, "is_stub_optimizer", False):
+    for part in parts(optimizer):
+        if settings.optimizer == "muon":
             use_muon(part, [unwrap(chunk) for chunk in chunks], settings)
         fill_states(part)
         if any(group["is_expert_parallel"] for group in part.param_groups):

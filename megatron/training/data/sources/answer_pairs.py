@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of answers to the same prompt, one of them preferred, for --dpo and --reward-model.
+"""Pairs of answers to the same prompt, one of them preferred, for --dpo.
 
 A row has ``chosen`` and ``rejected``, each a text or a list of messages, and their ``prompt``, a text or a list of
 messages. Without ``prompt``, both are complete conversations, and the prompt is what they share at first. Other keys
@@ -32,7 +32,7 @@ def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int]]:
             if line.get(name) in (None, "", []):
                 has = "has no" if line.get(name) is None else "has an empty"
                 raise Refusal(
-                    f'{where}: the pair {has} "{name}": --dpo and --reward-model read "prompt", "chosen", "rejected"'
+                    f'{where}: the pair {has} "{name}": --dpo reads "prompt", "chosen", "rejected"'
                 )
         prompt = _messages(line["prompt"], "user", f'{where}, "prompt"') if line.get("prompt") else None
         answers = [_messages(line[name], "assistant" if prompt else "", f'{where}, "{name}"') for name in ANSWERS]

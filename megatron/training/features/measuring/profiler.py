@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import errno
+import gzip
 import os
+import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from torch import profiler
 
+from megatron.system.whole_file import whole_file
 from megatron.training.features.feature import Feature, Step
 from megatron.training.job import Job
+from megatron.training.refusal import reason
 from megatron.training.report.reporter import Reporter
 
 
@@ -55,12 +61,25 @@ class Profiler(Feature):
         if not isinstance(recording, profiler.profile):
             torch.cuda.cudart().cudaProfilerStop()
             return
-        folder, name = Path(self.settings.tensorboard_dir), f"rank-{self.rank}.iteration-{self._begun}.pt.trace.json.gz"
-        folder.mkdir(parents=True, exist_ok=True)
-        path, part = folder / name, folder / f".{os.getpid()}-{name}"
+        folder = Path(self.settings.tensorboard_dir)
+        path = folder / f"rank-{self.rank}.iteration-{self._begun}.pt.trace.json.gz"
         try:
-            recording.export_chrome_trace(str(part))
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-        self.reporter.say(f" > --profile: rank {self.rank} wrote {path}")
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory() as made, whole_file(path) as file:
+                plain = Path(made, "trace.json")
+                recording.export_chrome_trace(str(plain))
+                if not ends_in_brace(plain):  # PyTorch says nothing if the disk is full
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), made)
+                with open(plain, "rb") as trace, gzip.open(file, "wb") as packed:
+                    shutil.copyfileobj(trace, packed)
+        except OSError as error:  # a full disk must not end a run
+            self.reporter.say(f" WARNING: --profile: rank {self.rank}: {reason(error)}; going on without it")
+        else:
+            self.reporter.say(f" > --profile: rank {self.rank} wrote {path}")
+
+
+def ends_in_brace(path: Path) -> bool:
+    """Whether the file ends as a complete JSON object does."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 16))
+        return file.read().rstrip().endswith(b"}")
