@@ -15,9 +15,9 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import IO, Any
 
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux; found here, because a forked process may not load a library
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 GIB = 1 << 30
 FORK = True  # False in tests that follow what an iterator does
@@ -45,12 +45,13 @@ def in_own_process(
     if not FORK:
         yield from items()
         return
-    prctl, nowhere, parent = _prctl(), os.open(os.devnull, os.O_WRONLY), os.getpid()
+    nowhere, parent = os.open(os.devnull, os.O_WRONLY), os.getpid()
     most, (receiving, sending) = _own_memory() + memory, os.pipe()
     number = os.fork()
     if number == 0:
         try:
-            prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            if PRCTL is not None:
+                PRCTL(PARENT_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() == parent:
                 os.close(receiving)
                 os.dup2(nowhere, 1)
@@ -81,11 +82,6 @@ def in_own_process(
             os.kill(number, signal.SIGKILL)
         _, status = os.waitpid(number, 0)
     raise Ended(_why(status, seconds))
-
-
-@cache
-def _prctl() -> Any:
-    return ctypes.CDLL(None).prctl
 
 
 def _why(status: int, seconds: int) -> str:
