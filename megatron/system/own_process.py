@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # of Linux; found here, because a forked process may not load a library
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found here: a forked process may not load libraries
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 GIB = 1 << 30
 FORK = True  # False in tests that follow what an iterator does
