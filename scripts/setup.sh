@@ -6,7 +6,7 @@
 #
 # The Python is a virtual environment in .venv (VENV=DIR names another folder). The script changes nothing outside of
 # this folder. It is made from python3 if that has torch: then .venv sees its packages and keeps its torch. Otherwise it
-# is made from Python 3.12 or 3.13, also one of pyenv, because megatron-core 0.17 and later need them, or else from
+# is made from Python 3.13 or 3.12, also one of pyenv, because megatron-core 0.17 and later need them, or else from
 # python3; PYTHON=... names another one. The script then first installs torch 2.13.0; on a machine without an NVIDIA GPU
 # it takes the CPU build if the index has one. A second run finds the stamp of the first and ends at once. Progress goes
 # to stderr.
@@ -25,9 +25,9 @@ stop() { say "$@"; exit 1; }
 
 # The python to start from: PYTHON if set, else the first of these that is new enough.
 find_python() {
-    local name names=("${PYTHON:-}")
+    local name names=("${PYTHON:-}") pyenv="${PYENV_ROOT:-$HOME/.pyenv}/versions"
     if [ -z "${PYTHON:-}" ]; then
-        names=(python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23].*/bin/python3)
+        names=(python3.13 "$pyenv"/3.13.*/bin/python3 python3.12 "$pyenv"/3.12.*/bin/python3)
         names+=(python3 python3.11 python3.10 python)
         if has_torch python3; then names=(python3 "${names[@]}"); fi
     fi

@@ -63,7 +63,8 @@ def build_model(
     core = transformer_config(config, grid, on_gpu=device.type == "cuda" if on_gpu is None else on_gpu)
     stages = core.virtual_pipeline_model_parallel_size
     rule, rotaries = attention_rule(config, grid), layer_rotaries(config, layout, device)
-    layers = [LayerRule(replace(rule, mask=mask), rotary) for mask, rotary in zip(layer_masks(config), rotaries)]
+    own = list(zip(layer_masks(config), rotaries))  # compared without the rule, whose slopes are a tensor
+    layers = tuple(LayerRule(replace(rule, mask=mask), rotary) for mask, rotary in own)
     settings = AttentionSettings(
         layout,
         rule,
@@ -71,7 +72,7 @@ def build_model(
         rotary=rotaries[0],
         latents=config.parallel.latent_exchange == "latents",
         keep=config.attention.keep_attention,
-        layers=tuple(layers) if any(layer != layers[0] for layer in layers) else (),
+        layers=layers if any(one != own[0] for one in own) else (),
         dropout=ModelDropout(config.model.attention_dropout, config.model.hidden_dropout, config.run.seed),
         linear_kernel=config.attention.linear_attention_kernel,
     )
