@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of ten steps by kind of model and by grid, to compare versions of megatron-core.
 
-python -m tests.core_losses OUT.json            # of the installed version; compares them with the recorded ones
+python -m tests.core_losses OUT.jsonl           # adds what OUT.jsonl lacks of the installed version, and compares
 python -m tests.core_losses --write             # records them in distributed/data/core_losses.json
+
+All versions may write one OUT.jsonl, and a run that was ended continues. On Python 3.12, ``PYTHONPATH=$PWD:FOLDER``
+takes the version that is unpacked in FOLDER. A version takes six minutes of one core.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 RECORD = Path(__file__).parent / "distributed" / "data" / "core_losses.json"
@@ -82,32 +87,59 @@ def recorded() -> dict[str, dict[str, Result]]:
     return json.loads(RECORD.read_text())
 
 
-def main(target: str) -> None:
+def run_missing(path: Path) -> None:
+    """Run the cases of the installed version that a file lacks. A line of it is [version, kind, grid, result]."""
+    from megatron.core import __version__
+
     from tests.distributed.pool import Pool
 
-    found: dict[str, dict[str, Result]] = {}
-    with Pool() as pool:
+    done = results(path).get(__version__, {})
+    with Pool() as pool, path.open("a") as lines:
         for kind, grid in CASES:
-            found.setdefault(kind, {})[grid] = pool.run(losses, GRIDS[grid][0], kind, grid, timeout=300)[0]
+            if (kind, grid) not in done:
+                result = pool.run(losses, GRIDS[grid][0], kind, grid, timeout=300)[0]
+                print(json.dumps([__version__, kind, grid, result]), file=lines, flush=True)
+
+
+def results(path: Path) -> dict[str, dict[tuple[str, str], Result]]:
+    """What a file has, by version and case."""
+    by_version: dict[str, dict[tuple[str, str], Result]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        version, kind, grid, result = json.loads(line)
+        by_version.setdefault(version, {})[kind, grid] = result
+    return by_version
+
+
+def compare(name: str, found: dict[tuple[str, str], Result], known: dict[tuple[str, str], Result]) -> None:
+    """Print how far results are from others of the same cases."""
+    cases = [case for case in CASES if case in found and case in known]
+    refused = [case for case in cases if isinstance(found[case], str) and found[case] == known[case]]
+    other = [case for case in cases if case not in refused and type(found[case]) is not type(known[case])]
+    apart = {
+        case: max(abs(a - b) / abs(b) for a, b in zip(found[case], known[case], strict=True))
+        for case in cases
+        if case not in refused and case not in other
+    }
+    worst, equal = max(apart, key=apart.__getitem__), sum(one == 0 for one in apart.values())
+    print(f"{name}: {len(apart)} runs, {equal} equal; largest relative difference {apart[worst]:.1e}, {worst}")
+    print(f"  {len(refused)} refused by both; {len(other)} refused by one or for another reason: {other}")
+
+
+def main(target: str) -> None:
     if target == "--write":
-        lines = ",\n".join(f" {json.dumps(kind)}: {json.dumps(grids)}" for kind, grids in found.items())
+        with tempfile.TemporaryDirectory() as folder:
+            run_missing(path := Path(folder, "losses"))
+            ((_, found),) = results(path).items()
+        lines = ",\n".join(
+            f" {json.dumps(kind)}: {json.dumps({grid: found[kind, grid] for grid in GRIDS})}" for kind in KINDS
+        )
         RECORD.write_text(f"{{\n{lines}\n}}\n")
         return
-    Path(target).write_text(json.dumps(found))
-    known = recorded()
-    pairs = {case: (found[case[0]][case[1]], known[case[0]][case[1]]) for case in CASES}
-    refused = {case: ours for case, (ours, theirs) in pairs.items() if isinstance(ours, str) and ours == theirs}
-    other = [case for case, (ours, theirs) in pairs.items() if case not in refused and type(ours) is not type(theirs)]
-    compared = [case for case in CASES if case not in refused and case not in other]
-    apart = {case: max(abs(a - b) / abs(b) for a, b in zip(*pairs[case])) for case in compared}
-    worst, equal = max(apart, key=apart.__getitem__), sum(one == 0 for one in apart.values())
-    print(f"{len(compared)} runs compared, {equal} equal; largest relative difference {apart[worst]:.1e}, {worst}")
-    print(
-        f"{len(refused)} refused by both:",
-        *(f"  {kind}, {grid}: {why}" for (kind, grid), why in refused.items()),
-        sep="\n",
-    )
-    print(f"{len(other)} refused by one or for another reason: {other}")
+    run_missing(Path(target))
+    by_version = results(Path(target))
+    by_version["the record"] = {(kind, grid): one for kind, grids in recorded().items() for grid, one in grids.items()}
+    for (name, found), (other, known) in itertools.combinations(by_version.items(), 2):
+        compare(f"{name} and {other}", found, known)
 
 
 if __name__ == "__main__":
