@@ -6,8 +6,8 @@ import sys
 
 from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.planner import fastest
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.pretrain import main
+from megatron.training.settings.models import LLAMA_DEFAULTS
 
 if __name__ == "__main__":
     sys.exit(main(defaults=LLAMA_DEFAULTS, simulate=simulate, fastest=fastest))

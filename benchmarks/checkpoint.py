@@ -112,11 +112,11 @@ def run_repetition(writer: str, ranks: int, folder: str | None, steps: int, flag
 
 def parts() -> None:
     from megatron.platform.streams import streams_of
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
     from megatron.training.checkpoint.rank_file import HostCopies
     from megatron.training.job import batches_for, prepare
+    from megatron.training.settings.models import LLAMA_DEFAULTS
     from megatron.training.setup import start, stop
     from megatron.training.step import train_step
 
@@ -149,13 +149,13 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
     """One rank of a repetition."""
     import torch.distributed as dist
 
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint import checkpoint, checksums
     from megatron.training.checkpoint.megatron_lm.checked import examine
     from megatron.training.features.save_policy import Saver
     from megatron.training.features.stopping import Stopper
     from megatron.training.job import batches_for, prepare
+    from megatron.training.settings.models import LLAMA_DEFAULTS
     from megatron.training.setup import start
     from megatron.training.step import train_step
 

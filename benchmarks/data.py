@@ -24,10 +24,10 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data.datasets import LocalBuilder, LocalConfig, TokenDataset
 from megatron.training.data.read_tokens import first_outside
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.settings.config import DataConfig
 
 VOCABULARY = 128_000
 NO_MASKS = dict.fromkeys(

@@ -11,12 +11,12 @@ import torch
 
 from benchmarks.gpu.profile import where_time_goes
 from benchmarks.machine import busy_seconds, foreign_share
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.families.named import shape
 from megatron.training.job import Job, batches_for, prepare
 from megatron.training.report.mfu import peak_flops, step_flops
 from megatron.training.report.tensor_memory import TensorMeter
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from megatron.training.setup import start, stop
 from megatron.training.step import train_step
 

@@ -120,7 +120,7 @@ install_rest() {
     # Since 0.17, megatron-core contains a megatron/training, which would be found before ours.
     "$OURS" -c 'import sys; print(f"import sys; sys.path.insert(0, {sys.argv[1]!r})")' "$ROOT" \
         >"$(site_packages)/a_longcontext.pth"
-    if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.arguments.config' >&2); then
+    if ! (cd / && "$OURS" -c 'import megatron.core, megatron.training.settings.config' >&2); then
         stop "megatron-core and this repository do not share the namespace package megatron; a package named megatron" \
             "with an __init__.py, such as an installed Megatron-LM, may be in the way"
     fi

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, Refusals
+from megatron.training.settings.models import LLAMA_DEFAULTS
 
 RECIPES = Path(__file__).parent / "unit" / "data" / "recipes.json"
 UPSTREAM = RECIPES.with_name("upstream_flags.json")

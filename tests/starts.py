@@ -23,13 +23,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import portion
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.settings.training_settings import END_OF_TEXT
 from megatron.training.data import index_files as data_files
 from megatron.training.data.tokenizer import FIM_TOKENS, SENTENCEPIECE, Tokenizer, build_tokenizer, check_vocab
+from megatron.training.settings.config import Config, DataConfig
+from megatron.training.settings.models import LLAMA_DEFAULTS
+from megatron.training.settings.training_settings import END_OF_TEXT
 from tests.chats import make_tokenizer, write_chats
 
 GPU = "H100-80G"  # attention is one call on it, which is simulated quickly

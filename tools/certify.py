@@ -121,10 +121,10 @@ def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[s
     if command is None:
         raise Refusal(f"{words[0]}: no training command such as torchrun pretrain_llama.py --num-layers ..., no "
                       "FILE.py:NAME and no file")  # fmt: skip
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import LARGEST, parse
     from megatron.training.certifying.small_shape import grids_of, left_out, small_flags
     from megatron.training.certifying.training_program import TrainingProgram
+    from megatron.training.settings.models import LLAMA_DEFAULTS
 
     world = command.processes or size_of_grid(command.flags)
     config = parse(

@@ -30,9 +30,9 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron.training.arguments import validate
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, Refusals, Unreadable, reason, some
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools.launch_command import Launch, grid, launch, slurm
 from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record

@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal, one_line, printable
+from megatron.training.settings.config import DataConfig
 
 TOKENIZER_FIELDS = [
     field

@@ -21,7 +21,6 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data.index_files import check_token_ids, open_prefix
 from megatron.training.data.read_tokens import check_ids
 from megatron.training.data.sources.partitions import merge_parts
@@ -36,6 +35,7 @@ from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal, printable
+from megatron.training.settings.config import DataConfig
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
 
 

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.arguments.argv import flat, options
-from megatron.training.arguments.config import Config
 from megatron.training.pretrain import EXIT_REFUSED, print_refusal
 from megatron.training.pretrain import main as program
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
 
 DEFAULTS = {"checkpoint.use_checkpoint_args": True, "data.micro_batch_size": 1, "run.skip_train": True}
 LOADS = ("--load", "--pretrained-checkpoint")

@@ -26,10 +26,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_signals, one_line_parser, run
 
 

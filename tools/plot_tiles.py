@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.decisions.division import length_unit
 from megatron.system.whole_file import save_figure
-from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_model import complete_attention
+from megatron.training.settings.attention_settings import MASKS
+from megatron.training.settings.config import AttentionConfig, Config
 
 if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask

@@ -53,7 +53,7 @@ def counted(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     from megatron.simulator.dry_run.one_rank import vocabulary_of
     from megatron.simulator.dry_run.traffic import layer_traffic
     from megatron.simulator.machines.machine_file import load
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
+    from megatron.training.settings.models import LLAMA_DEFAULTS
 
     words = [*options.flags, "--dry-run", "--world-size", str(options.gpus)]
     config = parse(words, LLAMA_DEFAULTS, options.gpus)

@@ -30,7 +30,7 @@ LIMIT = 3600.0  # seconds, time limit of a row
 SIZES = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
 PEAK = """
 import torch
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 from megatron.training.report.mfu import peak_flops
 print(peak_flops(Config(), torch.device("cuda", 0)))
 """

@@ -16,10 +16,10 @@ from megatron.simulator.cost.seconds import copy_seconds
 from megatron.simulator.cost.trace import HostCopy
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import model_shape
 from megatron.training.families.named import shape, vocabulary
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import model_shape
 
 CLUSTERS = Path(__file__).parent / "clusters"
 
@@ -48,7 +48,7 @@ class Clock(Protocol):
         """Seconds of a step, or a word such as "OOM" that says why there are none.
 
         Args:
-            model: the name in training/arguments/models.py; ``workload.shape`` may have other layers, heads or width.
+            model: the name in training/settings/models.py; ``workload.shape`` may have other layers, heads or width.
             inputs_in_host: layer inputs are in host memory, which is not part of the strategy.
         """
 

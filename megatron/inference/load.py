@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron.inference.decoder import Decoder
 from megatron.training.arguments.argv import options
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse, settings, spellings
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
@@ -21,6 +20,7 @@ from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
 from megatron.training.refusal import Refusal, together
+from megatron.training.settings.config import Config, DataConfig
 from megatron.training.setup import Runtime
 
 # The settings of training that generation reads; other flags are refused.

@@ -18,13 +18,13 @@ from megatron.inference.generate import Answer, Counts, Request, Sampling, gener
 from megatron.inference.load import check_length, configure, load_decoder
 from megatron.system.whole_file import replace_file
 from megatron.training import pretrain
-from megatron.training.arguments.config import Config
 from megatron.training.checkpoint.arguments_of import glanced, vocabulary
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.ownership.own_files import one_job_of_ranks
 from megatron.training.refusal import Refusal, one_line, reason, short, together
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
 

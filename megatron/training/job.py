@@ -30,7 +30,6 @@ from torch.utils.data import Dataset
 
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, union
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import BatchSizes, check_stage, length_in_step, samples_after, schedule_unit
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
@@ -55,6 +54,7 @@ from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
 from megatron.training.refusal import Refusal, together
 from megatron.training.report.layer_traffic import describe_layers
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime, batch_plans
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.losses import pair_loss
 from megatron.platform.hooks import replaceable
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
 

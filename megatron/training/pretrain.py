@@ -13,13 +13,13 @@ from typing import Any
 
 from megatron.system.srun import check_ranks, take_ranks_of_srun
 from megatron.training.arguments.argv import take_ranks
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.schedule import AnotherStage
 from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Refusal, one_line
+from megatron.training.settings.config import Config
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 Work = Callable[[Config, Any, Any], int]  # (settings, Runtime, Heartbeat or None) -> exit code

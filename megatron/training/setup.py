@@ -24,8 +24,6 @@ from megatron.context_parallel.linear_attention.mixer import chosen_kernel
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA, MAMBA2
 from megatron.platform import forget_meshes
 from megatron.platform.network import Unusable
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import model_shape, outside_engine
 from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
@@ -33,6 +31,8 @@ from megatron.training.model.attention_rule import layer_masks, measured_blocks
 from megatron.training.model.batch_plans import BatchPlans, triton_kind
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import model_shape, outside_engine
 
 # --deterministic-mode: a run gives the same bits again on the same grid and the same kind of device. PyTorch's switch
 # makes every operator deterministic, or raise. The attention kernels follow it: flash-attn sums in a fixed order, and

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.core.core_attention import forget_kept
 from megatron.context_parallel.layout.documents import samples_tensor
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
 from megatron.training.loss import PairObjective, losses_ahead, mean_loss, sum_of_losses
 from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
 from megatron.training.model.updates.update import update
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 from megatron.training.watch import Watch
 

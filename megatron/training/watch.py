@@ -10,7 +10,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 NAMES = ("loss", "gradient norm")
 WINDOW = 100  # recent good steps, whose median a spike is compared with

@@ -19,11 +19,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from megatron.training.watch import LEAST, Watch
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.distributed.training_runs import make_job

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tests.distributed.training_runs import RUN, SHAPE, first_gradients, make_job
 
 MODEL = "--num-layers 2 --softmax-type learnable --qk-layernorm --eod-mask-loss --attention-kernel math"

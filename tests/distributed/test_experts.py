@@ -340,7 +340,7 @@ def held_here(flags: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     from megatron.core.parallel_state import get_data_parallel_group, get_expert_data_parallel_group
 
     from megatron.formulas.parameters import model_states, stage_parameters
-    from megatron.training.arguments.models import model_shape
+    from megatron.training.settings.models import model_shape
 
     job = make_job(flags)
     parallel, grid, (chunk,) = job.config.parallel, job.runtime.grid, job.chunks

@@ -211,7 +211,7 @@ def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, An
 def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tuple[list[list[int]], int, int]:
     """(new tokens of each prompt, bytes of keys and values on this rank, by the formula)."""
     from megatron.inference.generate import Request, Sampling, generate
-    from megatron.training.arguments.models import model_shape
+    from megatron.training.settings.models import model_shape
     from tests.unit.test_generate import cache_bytes
 
     decoder, config = decoder_of(folder, flags)

@@ -137,8 +137,8 @@ def rows_of(name, rows):
 def state_bytes(flags):
     """Bytes of this rank's states without AdamW's counters of steps, and those of the formula."""
     from megatron.formulas.parameters import rank_parameters, rank_states
-    from megatron.training.arguments.models import model_shape
     from megatron.training.arguments.stages import strategy_of
+    from megatron.training.settings.models import model_shape
 
     job = make_job(f"{MUON} {flags}")
     strategy = strategy_of(job.config).but(data=job.runtime.grid.data.size)

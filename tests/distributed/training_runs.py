@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron.training.arguments.models import LLAMA_DEFAULTS as LLAMA
+from megatron.training.settings.models import LLAMA_DEFAULTS as LLAMA
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64"
 RUN = (

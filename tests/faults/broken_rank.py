@@ -22,9 +22,9 @@ def no_memory_left() -> None:
 def main() -> int:
     from megatron.training import loop, step
     from megatron.training import watch as watching
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.checkpoint import save_job
     from megatron.training.pretrain import main as program
+    from megatron.training.settings.models import LLAMA_DEFAULTS
 
     how, rank, steps = sys.argv[1], sys.argv[2], [0]
     if os.environ.get("RANK", "0") == rank:

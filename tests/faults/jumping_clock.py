@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main() -> int:
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.pretrain import main as program
+    from megatron.training.settings.models import LLAMA_DEFAULTS
 
     clock, draw = time.time, random.Random(0)
     time.time = lambda: clock() + draw.uniform(-3e8, 3e8)

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 def main() -> int:
     import numpy as np
 
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.pretrain import main as program
+    from megatron.training.settings.models import LLAMA_DEFAULTS
 
     save, mark = np.save, Path(sys.argv[1])
 

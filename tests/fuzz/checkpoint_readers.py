@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron.inference.load import read_saved
 from megatron.simulator.planner import memory_table
-from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint import checkpoint, checkpoint_folder, checksums, older_formats
 from megatron.training.checkpoint.arguments_of import shape_of
@@ -50,6 +49,7 @@ from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, Refusals
+from megatron.training.settings.config import CheckpointConfig
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 

@@ -27,7 +27,6 @@ from megatron.simulator.cost.nccl_tests import read_runs
 from megatron.simulator.machines.machine_file import read_machine
 from megatron.simulator.planner.request import packed
 from megatron.simulator.planner.run_cost import interrupted, read_prices, read_rates
-from megatron.training.arguments.config import AttentionConfig, DataConfig, ModelConfig
 from megatron.training.arguments.data_paths import weighted_groups
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.megatron_lm.checked import fitting
@@ -44,6 +43,7 @@ from megatron.training.model.attention_rule import sparse_pattern
 from megatron.training.ownership.atomic import LIST, sample_of
 from megatron.training.refusal import Refusal, Refusals
 from megatron.training.report import memory_picture
+from megatron.training.settings.config import AttentionConfig, DataConfig, ModelConfig
 from tests.fuzz import mutations
 from tests.fuzz.checkpoint_readers import LLAMA
 from tests.fuzz.harness import Reader

@@ -10,10 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data import chat_dataset
 from megatron.training.data.chat_template import ChatTemplate
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.settings.config import DataConfig
 from tests.chats import CHATML, LLAMA3, make_tokenizer
 from tests.fuzz import mutations
 from tests.fuzz.data_readers import bare_json, limited, reader, text

@@ -14,7 +14,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training import job
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import BatchSizes
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.check_memory import attention_chunks, loss_chunks
@@ -23,6 +22,7 @@ from megatron.training.model import build, core_config, optimizer
 from megatron.training.model.attention_rule import attention_rule
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.weights import draw
+from megatron.training.settings.config import Config
 
 VOCABULARY = 301
 

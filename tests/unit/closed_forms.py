@@ -27,8 +27,8 @@ from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.states import by_heads_bytes, exchange_bytes, halo_bytes, states_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.step_operations import LOSS_SUMS
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import model_shape
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import model_shape
 
 
 def count_parameters(model: ModelConfig, vocab_size: int) -> int:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import build_parser, parse, spellings, supported_flags
 from megatron.training.arguments.parser import settings as all_settings
 from megatron.training.arguments.validate import complete
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
 from tests.properties import examples
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags_0.16.1.tsv"

@@ -22,7 +22,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data import row_files, text_files
 from megatron.training.data.batches import KEYS, micro_batches, shard_batch, take_waited
 from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
@@ -33,6 +32,7 @@ from megatron.training.data.sources import columnar
 from megatron.training.data.text_files import Reader, unit_of
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.chats import TEMPLATES, make_tokenizer, strip_marks
 from tests.patience import patience
 from tests.properties import examples

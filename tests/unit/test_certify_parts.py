@@ -16,9 +16,9 @@ from megatron.context_parallel.certifying.comparing import Compared, fitted, lis
 from megatron.context_parallel.certifying.recording import GRADIENT, Recording, Reference
 from megatron.context_parallel.certifying.rows import part_of, zigzag
 from megatron.context_parallel.certifying.sight import reach
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.certifying.small_shape import flags_of_grid, grids_of, left_out, small_flags
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools import certify
 
 

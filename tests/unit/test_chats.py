@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.chat_dataset import epoch, pack
 from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
@@ -21,6 +20,7 @@ from megatron.training.data.read_tokens import DataError
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.ownership.atomic import LIST, sample_of
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats
 from tests.properties import examples
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checkpoint import check_model
@@ -26,6 +25,7 @@ from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.checkpoint.older_formats import _path
 from megatron.training.checkpoint.owner import COPIES, identity
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import CheckpointConfig
 from tests.distributed.training_runs import RUN, SHAPE
 
 

@@ -17,12 +17,12 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.datasets import MockDataset, build_datasets
 from megatron.training.data.index_files import named_sets, parse_blends
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.ownership.atomic import atomic_files, atomic_folder
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.properties import examples
 
 NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)

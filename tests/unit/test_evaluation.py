@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation import eval_report
@@ -21,6 +20,7 @@ from megatron.training.evaluation.haystack import HALVES, MARKS, is_held_out, ma
 from megatron.training.evaluation.samples import pack, row_of, window, windows
 from megatron.training.evaluation.tasks import metrics, position_bounds
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 from tests.properties import examples
 from tools import make_needles
 

@@ -31,11 +31,11 @@ from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.inference.load import check_experts
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.settings.model_settings import layer_pattern
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
+from megatron.training.settings.model_settings import layer_pattern
+from megatron.training.settings.models import LLAMA_DEFAULTS, model_shape
 
 RULES = [
     RouterRule(topk=topk, score_function=score, pre_softmax=pre, num_groups=groups, group_topk=chosen, **more)

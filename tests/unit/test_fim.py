@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.datasets import Fim, build_datasets, fill_in, fim_of, generator
 from megatron.training.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.properties import examples
 
 # One token per character; A to F are the special tokens.

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.checkpoint.converting import to_hugging_face
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS, companions
@@ -29,6 +28,7 @@ from megatron.training.checkpoint.megatron_lm.checked import read_common
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 from tests.fuzz.checkpoint_readers import (
     as_it_is,
     headers_json,

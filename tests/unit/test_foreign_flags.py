@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments.config import Config, ForeignConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, ForeignConfig
 
 RUN = (
     "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 192 --max-position-embeddings 192 "

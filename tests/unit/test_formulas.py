@@ -18,9 +18,9 @@ from megatron.formulas.layer_memory import attention_working
 from megatron.formulas.parameters import model_states, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import sizes_of
 from megatron.formulas.strategy import Latent, LinearAttention, Mixture, Shape, Strategy, Workload
-from megatron.training.arguments.models import model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.report import mfu as program
+from megatron.training.settings.models import model_shape
 from tests.distributed.pool import fork_server
 from tests.patience import patience
 from tests.shared import Shared

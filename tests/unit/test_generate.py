@@ -22,10 +22,10 @@ from megatron.inference.generate import Sampling, allowed_logits, choose
 from megatron.inference.kv_cache import CachePlan, cached_heads
 from megatron.inference.load import check_length, configure
 from megatron.inference.prompts import read_prompts
-from megatron.training.arguments.config import Config, DataConfig, ModelConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig, ModelConfig
 from tests.program import run_forked
 from tests.properties import examples
 

@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data import encoding
 from megatron.training.data.genome import CODES
 from megatron.training.data.text_files import Reader, parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab, padded_vocab_size
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 from tools import preprocess_data
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))

@@ -25,8 +25,8 @@ from benchmarks.gpu.report import beside, by_tiles
 from benchmarks.gpu.stage import BROKEN, GPU, TINY, Case, Stage, compared, read
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.simulator.machines.machine_file import load
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron.context_parallel.layout.grid import Grid
 from megatron.system.processes import Process, started, this_process
-from megatron.training.arguments.config import Config
 from megatron.training.features.heartbeat import Beat, Heartbeat, location_of, verdict
+from megatron.training.settings.config import Config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

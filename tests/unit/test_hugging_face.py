@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.converting import to_hugging_face
@@ -36,6 +34,8 @@ from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
 from megatron.training.families.older_gpts import BLOOM
 from megatron.training.model.build import rope
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tests.hugging_face import save_model, save_with_later_tokens
 from tools import check_checkpoint
 from tools.convert_hf import main

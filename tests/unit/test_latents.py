@@ -10,8 +10,6 @@ import torch
 
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.parameters import stage_parameters
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.families.architectures import family_of
 from megatron.training.families.named import vocabulary
@@ -19,6 +17,8 @@ from megatron.training.model.build import rope
 from megatron.training.model.core_config import latents
 from megatron.training.refusal import Refusal
 from megatron.training.report.layer_traffic import layer_traffic
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import LLAMA_DEFAULTS, model_shape
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --train-iters 4 "

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.data.batches import shifted
 from megatron.training.refusal import Refusal
 from megatron.training.report.mfu import step_flops
+from megatron.training.settings.models import LLAMA_DEFAULTS
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --train-iters 4 "

@@ -18,13 +18,13 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.request import Request, packed
-from megatron.training.arguments.models import expert_layers, rope_layers
 from megatron.training.families.architectures import described
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.build import layer_rotaries
 from megatron.training.refusal import Refusal
 from megatron.training.report.layer_traffic import describe_layers, layer_traffic
 from megatron.training.report.mfu import attended_share
+from megatron.training.settings.models import expert_layers, rope_layers
 from tests.unit.test_validate import build
 
 ROPE = "--position-embedding-type rope"
@@ -103,7 +103,7 @@ def test_a_dry_run_sends_what_the_layers_send(tmp_path):
 
 def dense_flops(config) -> float:
     from megatron.formulas.flops import forward_flops
-    from megatron.training.arguments.models import model_shape
+    from megatron.training.settings.models import model_shape
 
     one = forward_flops(model_shape(config.model, 128), config.data.seq_length)
     return 3 * one.gemm / RING

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from megatron.formulas.parameters import stage_parameters
 from megatron.simulator.planner.memory_table import shape_of_size, size
-from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal
 from megatron.training.report.memory_picture import COLUMNS, KINDS, draw, peak_of, read, series
 from megatron.training.report.memory_profile import MemoryProfile, check_profile
 from megatron.training.report.tensor_memory import PeakBytes, TensorMeter
+from megatron.training.settings.config import Config
 from tests.properties import examples
 from tests.unit.test_refusals import GOOD, MOCK, pretrain, refused
 from tools import plot_memory

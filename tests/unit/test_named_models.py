@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from megatron.formulas.parameters import stage_parameters
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, MODELS, model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.families.architectures import described, family_of
 from megatron.training.families.llama.llama_settings import command_line, window_flags
 from megatron.training.families.named import preset, vocabulary
 from megatron.training.json_file import MOST_BYTES
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import LLAMA_DEFAULTS, MODELS, model_shape
 
 # Parameters in millions as published: on the models' pages, or in their reports (Gemma's as embedding + the others).
 PUBLISHED = {

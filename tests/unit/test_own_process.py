@@ -13,12 +13,12 @@ import pytest
 
 from megatron.system.own_process import Ended, in_own_process
 from megatron.system.processes import started
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data import chat_dataset
 from megatron.training.data.chat_template import ChatTemplate
 from megatron.training.data.text_files import Reader
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 from tests.chats import make_tokenizer
 from tests.patience import patience
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.sources.token_files import TokenWriter
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.patience import patience
 from tools import collect_text, data, preprocess_data, train_tokenizer
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training import pretrain
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.schedule import AnotherStage, check_stage, spans
 from megatron.training.data.datasets import build_datasets
@@ -29,6 +28,7 @@ from megatron.training.data.read_tokens import DataError, JoinedFiles, TokenFile
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.job import length_of_run
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.properties import examples
 
 NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)

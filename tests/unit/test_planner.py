@@ -32,9 +32,9 @@ from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import JOB, Request, tokens
 from megatron.simulator.planner.search import Ranked, all_strategies, search
 from megatron.simulator.planner.search_space import Limits, divisors, grids, savings, zero_stages
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools import plan as plan_tool
 
 K = 1024

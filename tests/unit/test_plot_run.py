@@ -15,8 +15,8 @@ import megatron.context_parallel as cp
 from megatron.simulator.cost.layer_operations import UNFUSED_ROTARY_BYTES
 from megatron.simulator.dry_run.traffic import REST, layer_traffic
 from megatron.simulator.machines.machine_file import load
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools import compare_trace, plot_tiles, traffic
 from tools.merged_trace import merged
 from tools.plot_run import first_and_last, loads, main, read_rows, smooth, summary

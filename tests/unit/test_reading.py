@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import megatron.context_parallel as cp
-from megatron.training.arguments.config import Stage
 from megatron.training.data import read_tokens
 from megatron.training.data.batches import micro_batches, shard_batch
 from megatron.training.data.datasets import build_datasets
@@ -29,6 +28,7 @@ from megatron.training.features.bad_batches import skip_micro_batches
 from megatron.training.job import spans_to_read
 from megatron.training.ownership.atomic import atomic_folder
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Stage
 from tests.pairs import also_in_full
 from tests.patience import patience
 from tests.properties import examples

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Gather, Refusal, Refusals, short
+from megatron.training.settings.config import Config
 from tests.distributed.training_runs import LLAMA, SHAPE
 from tests.patience import patience
 from tests.program import run_forked

@@ -18,8 +18,6 @@ from megatron.core.fusions.fused_bias_gelu import bias_gelu
 from torch.nn import functional
 
 from megatron.context_parallel.layout.grid import Axis, Grid
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import derive_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.families.named import shape, vocabulary
 from megatron.training.features import bad_batches
@@ -27,6 +25,8 @@ from megatron.training.model.core_config import transformer_config
 from megatron.training.refusal import Refusal
 from megatron.training.report import memory_profile, reporter
 from megatron.training.report.memory_picture import DEVICE_KINDS, KINDS
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import derive_shape
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE
 from tests.unit.closed_forms import count_parameters
 from tests.unit.test_refusals import GOOD, MOCK

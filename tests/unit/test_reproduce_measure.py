@@ -24,8 +24,8 @@ from examples.reproduce.simulate import Clock, shape_of, usp_tflops
 from examples.reproduce.ulysses import tables as ulysses
 from examples.reproduce.usp import tables as usp
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.training.arguments.models import LLAMA
 from megatron.training.arguments.parser import parse
+from megatron.training.settings.models import LLAMA
 from tests.program import run_forked
 
 REPRODUCE = Path(measured.__file__).parent

@@ -13,8 +13,8 @@ import pytest
 
 from examples.reproduce import report
 from examples.reproduce.report import Row
-from megatron.training.arguments.models import LLAMA_DEFAULTS
 from megatron.training.arguments.parser import parse
+from megatron.training.settings.models import LLAMA_DEFAULTS
 from tests.patience import patience
 
 REPRODUCE = Path(report.__file__).parent

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.arguments.config import AttentionConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.arguments_of import glanced, shape_of, vocabulary
 from megatron.training.checkpoint.checkpoint import check_model
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.families.architectures import Described, config_json, described, family_of
-from megatron.training.families.same_network import differences, of_run, roles
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import AttentionConfig
+from megatron.training.settings.same_network import differences, of_run, roles
 from tests.unit.test_checkpoint_args import CHECKPOINT_RUN, MEGATRON_ARGS, checkpoint_of
 from tests.unit.test_hugging_face import MIXTRAL
 from tests.unit.test_refusals import GOOD, MOCK

@@ -27,7 +27,6 @@ from megatron.inference.load import configure
 from megatron.simulator.dry_run.allocation import allocator
 from megatron.training import json_file, setup
 from megatron.training.arguments import argv
-from megatron.training.arguments.config import CheckpointConfig, DataConfig
 from megatron.training.arguments.parser import parse
 from megatron.training.checkpoint.in_memory import copies
 from megatron.training.data import index_files as data_files
@@ -37,6 +36,7 @@ from megatron.training.data.chat_template import Chat, ChatTemplate
 from megatron.training.model.attention_rule import mask_function
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import CheckpointConfig, DataConfig
 from tests.chats import make_tokenizer
 from tools import check_script, launch_confined, plan, trace_alignment
 

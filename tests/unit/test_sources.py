@@ -23,7 +23,6 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.data import read_tokens
 from megatron.training.data.chat_template import row_of
 from megatron.training.data.datasets import build_datasets
@@ -34,6 +33,7 @@ from megatron.training.data.sources.token_files import TokenWriter
 from megatron.training.data.text_files import Reader, expand
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, DataConfig
 from tests.patience import patience
 from tools import data, preprocess_data
 

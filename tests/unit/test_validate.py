@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.training.arguments import validate
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.arguments.validate import complete, data_parallel_size
 from megatron.training.arguments.validate.check_memory import attention_chunks, loss_chunks
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
 from tests.properties import examples
 
 SMALL = (

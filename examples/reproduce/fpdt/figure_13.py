@@ -45,10 +45,10 @@ class Backward:
 def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
     """Train a model of one block for a step, and record its backward pass."""
     from megatron.context_parallel.fpdt import chunk_work
-    from megatron.training.arguments.models import LLAMA_DEFAULTS
     from megatron.training.arguments.parser import parse
     from megatron.training.job import batches_for, prepare
     from megatron.training.report.tensor_memory import TensorMeter
+    from megatron.training.settings.models import LLAMA_DEFAULTS
     from megatron.training.setup import start, stop
     from megatron.training.step import train_step
 

@@ -3,7 +3,7 @@
 
 A mask does not depend on ranks or kernels. It gives the keys that consecutive queries attend to as bands; tiles, ring
 transfers and chunk loops are derived from the bands. A new mask is one small class; a line in the table MASKS of
-training/arguments/settings/attention_settings.py gives it a name for --attention-mask.
+training/settings/attention_settings.py gives it a name for --attention-mask.
 """
 
 from __future__ import annotations

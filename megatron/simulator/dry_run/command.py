@@ -7,10 +7,10 @@ import os
 import sys
 import time
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import processes
 from megatron.training.pretrain import EXIT_FAILED
 from megatron.training.refusal import reason
+from megatron.training.settings.config import Config
 
 
 def simulate(config: Config) -> int:

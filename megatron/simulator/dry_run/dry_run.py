@@ -33,12 +33,12 @@ from megatron.simulator.dry_run.recording.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.replay import Replay, Stretch, Unsteady, replay, stretch_of
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, whole_step_of
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import expert_layers, linear_layers, rope_layers, window_layers
 from megatron.training.arguments.stages import chunk_layers, stage_layers
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
 from megatron.training.report.mfu import step_flops
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import expert_layers, linear_layers, rope_layers, window_layers
 
 
 @dataclass(frozen=True)

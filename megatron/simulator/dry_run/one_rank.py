@@ -29,7 +29,6 @@ from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
 from megatron.simulator.dry_run.recording.routing import routing_of
 from megatron.simulator.dry_run.replay import Repeat, Stretch, find_repeat, with_growth
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate.check_data import WITHOUT_FILES
 from megatron.training.data.tokenizer import SENTENCEPIECE, build_tokenizer, check_vocab
 from megatron.training.families.named import vocabulary
@@ -37,6 +36,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.report.memory_picture import DEVICE_KINDS, series
 from megatron.training.report.memory_profile import Profile
 from megatron.training.report.tensor_memory import History
+from megatron.training.settings.config import Config
 
 # --- the vocabulary size of a dry run ---
 

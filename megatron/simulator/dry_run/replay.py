@@ -25,7 +25,7 @@ from megatron.simulator.cost.jitter import Waits
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.trace import Event, HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 if TYPE_CHECKING:
     from megatron.training.report.memory_profile import Profile

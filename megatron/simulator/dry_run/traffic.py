@@ -16,7 +16,7 @@ from megatron.simulator.cost.trace import Kernel, Phase
 from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 LAYERS = (2, 3)
 PACKAGE = "megatron/context_parallel/"

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from megatron.simulator.dry_run.replay import Interval, Replay, Stretch
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 # --- the schedule ---
 #

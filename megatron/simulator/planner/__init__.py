@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.training.arguments.config import Config
+    from megatron.training.settings.config import Config
 
 
 def fastest(configs: list[Config], world_size: int) -> int | None:

@@ -20,11 +20,11 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.planner.search_space import expert_sizes
 from megatron.system.whole_file import save_figure
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import model_shape
 from megatron.training.families.named import shape as named_shape
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import model_shape
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 COLORS = ("#4c72b0", "#55a868", "#8172b3", "#dd8452", "#937860")

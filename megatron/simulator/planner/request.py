@@ -16,11 +16,11 @@ from statistics import fmean, pstdev
 
 from megatron.decisions.state_exchange import LARGEST_KEYS
 from megatron.formulas.strategy import Shape, Workload
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import LLAMA_DEFAULTS, model_shape
 from megatron.training.arguments.parser import parse
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import LLAMA_DEFAULTS, model_shape
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

@@ -30,8 +30,8 @@ from megatron.simulator.planner.search_space import (
     within,
     zero_stages,
 )
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import strategy_of, workload_of
+from megatron.training.settings.config import Config
 
 # FPDT takes at least this share of the time of a step with a chunked FFN; its chunked loss may save a little time.
 NEVER_FASTER = 0.99

@@ -14,9 +14,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.data_paths import WEIGHTED
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+from megatron.training.settings.config import Config
 
 
 def complete_dry_run(config: Config, started: int) -> Config:

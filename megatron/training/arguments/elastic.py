@@ -14,8 +14,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 
-from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
 
 HOW = '--elastic-grids: write it as "8: tp2 u2 r2; 4: u2 r2"'
 PART = re.compile(r"(tp|u|r|pp)(\d+)")

@@ -13,18 +13,18 @@ from functools import cache
 from typing import Any
 
 from megatron.training.arguments.argv import flat, options, plain
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import complete_dry_run, processes
 from megatron.training.arguments.elastic import Fastest, choose_grid
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.foreign.foreign_flags import translate
 from megatron.training.arguments.schedule import SCHEDULE, link_stages, read_schedule
-from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.suggest import explained
 from megatron.training.arguments.validate import complete
 from megatron.training.families.named import preset
-from megatron.training.families.same_network import attention_settings, shown
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all, short
+from megatron.training.settings.attention_settings import MASKS
+from megatron.training.settings.config import Config
+from megatron.training.settings.same_network import attention_settings, shown
 from megatron.training.untrusted.largest_numbers import MOST, most
 
 # ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM

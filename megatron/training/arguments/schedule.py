@@ -17,8 +17,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.training.arguments.config import Config, DataConfig, Stage
 from megatron.training.refusal import Refusal, refuse_combinations, short
+from megatron.training.settings.config import Config, DataConfig, Stage
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 SCHEDULE = "--seq-length-schedule"

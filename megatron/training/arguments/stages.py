@@ -8,9 +8,9 @@ from dataclasses import replace
 from math import gcd
 
 from megatron.formulas.strategy import Strategy, Workload
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import model_shape
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import model_shape
 
 LONGEST = 100_000  # letters that the repetitions in a layout may stand for
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.data_paths import may_have_url
-from megatron.training.arguments.models import ROTARY, is_gated
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import ROTARY, is_gated
 
 FILELESS = (
     "NullTokenizer", "GPT2BPETokenizer", "QwenTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer",

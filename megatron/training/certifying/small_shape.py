@@ -7,8 +7,8 @@ from dataclasses import Field, fields
 from itertools import combinations
 from typing import Any
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.parser import settings, spellings
+from megatron.training.settings.config import Config
 
 LENGTH, HEAD_SIZE, VOCABULARY = 64, 16, 301
 AXES = ("tensor", "ulysses", "ring", "pipeline", "data")

@@ -11,7 +11,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
 from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, attention_of, namespace, settings_of
@@ -19,8 +18,9 @@ from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_
 from megatron.training.data.tokenizer import Tokenizer, check_vocab
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.same_network import attention_settings
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.same_network import attention_settings
 
 # Fields of ModelConfig that the run sets itself.
 NOT_FROM_CHECKPOINT = (*NOT_READ, "fp8_format")

@@ -22,7 +22,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from megatron.context_parallel.core.lora import is_adapter
-from megatron.training.arguments.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.checkpoint import older_formats
 from megatron.training.checkpoint.checkpoint_folder import VALIDATION
 from megatron.training.checkpoint.checksums import unchanged
@@ -48,10 +47,11 @@ from megatron.training.checkpoint.sharded_state import (
     optimizer_state,
     weights_state,
 )
-from megatron.training.families.same_network import differences, flat, of_run
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.weights import unwrap
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import CheckpointConfig, Config, ModelConfig
+from megatron.training.settings.same_network import differences, flat, of_run
 
 LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.checkpoint_folder import VALIDATION, checkpoints_before
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
@@ -24,6 +23,7 @@ from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, HUGGIN
 from megatron.training.checkpoint.megatron_lm.places import common_state, is_hugging_face
 from megatron.training.checkpoint.rank_file import write_bytes
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import CheckpointConfig
 
 
 def write_list(path: Path, listed: FileList) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.load_torch_dist import ForeignCheckpoint
@@ -27,6 +26,7 @@ from megatron.training.checkpoint.megatron_lm.places import TRACKER, name_in
 from megatron.training.checkpoint.megatron_lm.source import LAYERS, STATE, join_parts, split_dim
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.refusal import Refusal
+from megatron.training.settings.models import is_gated
 
 # Names of weights in Megatron-LM before core, and in DeepSpeed with and without its pipeline module, to core's names.
 #

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.training.arguments.config import CheckpointConfig
 from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.megatron_lm.places import checkpoints_in, iteration_of, run_of
 from megatron.training.ownership.lock_file import Owner, take
 from megatron.training.refusal import Refusal, reason, together
+from megatron.training.settings.config import CheckpointConfig
 
 COPIES = "copies_in_memory.txt"  # in --save: the identity of the run whose copies in memory belong to this folder
 NEW_RUN_FLAGS = (("finetune", "--finetune"), ("reset_iteration", "--reset-iteration"))

@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from megatron.system.own_process import Ended, in_own_process
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import parse_split
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import LONGEST, ChatTemplate, read_chats
@@ -38,6 +37,7 @@ from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.ownership.atomic import atomic_folder, check_complete
 from megatron.training.refusal import Refusal, one_line, together
+from megatron.training.settings.config import Config, DataConfig
 
 # Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
 # section 3), in a new random order for each epoch.

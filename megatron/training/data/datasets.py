@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 
 from megatron.context_parallel.layout.spans import Spans
 from megatron.platform.core_versions import sample_parts
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_split, portion
 from megatron.training.arguments.schedule import samples_after
 from megatron.training.data import index_files as data_files
@@ -37,6 +36,7 @@ from megatron.training.data.read_tokens import DataError, JoinedFiles, TokenFile
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.ownership.atomic import atomic_folder
 from megatron.training.refusal import Refusal, together
+from megatron.training.settings.config import Config, DataConfig
 
 
 class MockDataset(Dataset):

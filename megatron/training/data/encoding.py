@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from megatron.system.processes import end_with_parent
-from megatron.training.arguments.config import DataConfig
 from megatron.training.data.sources.filters import Filter
 from megatron.training.data.text_files import BadRecord, Reader, Record, fields_of, no_memory, texts_of
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import DataConfig
 
 BATCH_BYTES, BATCH_RECORDS, LONGEST = 1 << 19, 512, 2**31 - 1
 WAITING_BYTES = 1 << 28  # limit of the input in workers, so that long records do not accumulate

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.training.arguments.config import DataConfig
 from megatron.training.arguments.data_paths import Blend, parse_blend, weighted_groups
 from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.read_tokens import DataError, FileArray, OpenFile, TokenFile, check_ids
@@ -30,6 +29,7 @@ from megatron.training.ownership.atomic import atomic_files, check_complete
 from megatron.training.ownership.lock_file import InUse
 from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal, one_line, reason
+from megatron.training.settings.config import DataConfig
 
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents
 MAGIC, NPY = b"MMIDIDX\x00\x00", b"\x93NUMPY"

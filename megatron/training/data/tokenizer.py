@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.training.arguments.config import DataConfig
-from megatron.training.arguments.settings.training_settings import END_OF_TEXT
 from megatron.training.data import genome
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, one_line
+from megatron.training.settings.config import DataConfig
+from megatron.training.settings.training_settings import END_OF_TEXT
 from megatron.training.untrusted.links import check_files_in
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from megatron.training.arguments.config import Config, EvaluationConfig
-from megatron.training.arguments.settings.job_settings import GENERATED
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.evaluation import samples
 from megatron.training.evaluation.haystack import Words, make_words, read_ids
 from megatron.training.evaluation.samples import Pieces, Sample, compose, needle
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config, EvaluationConfig
+from megatron.training.settings.job_settings import GENERATED
 
 MAKERS: dict[str, Callable[[Words, np.random.Generator, int, float | None], Pieces]] = {
     "needle": needle

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.validate.host_memory import check_host_memory
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import vocabulary
@@ -22,6 +21,7 @@ from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype
 from megatron.training.refusal import Refusal, together
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.checkpoint.checksums import check
@@ -23,6 +22,7 @@ from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype
 from megatron.training.refusal import Refusal, together
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megatron.training.arguments.config import Config
 from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.data.batches import Batch, micro_batches
 from megatron.training.evaluation.eval_plan import Plan
 from megatron.training.evaluation.samples import MakeRow, micro_batches_of, pack, row_of, window, windows
 from megatron.training.loss import sum_of_reports
+from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 from megatron.training.step import Batches, forward_step, run_schedule
 

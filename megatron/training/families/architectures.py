@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import hybrid_pattern
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
@@ -27,8 +25,10 @@ from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
 from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
-from megatron.training.families.same_network import differences, of_model
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import hybrid_pattern
+from megatron.training.settings.same_network import differences, of_model
 from megatron.training.untrusted.largest_numbers import MOST_PIECES
 
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json

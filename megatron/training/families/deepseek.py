@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, expert_layers
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import LLAMA, ROTARY, derive_shape, expert_layers
 
 EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps says
 SIZES = {

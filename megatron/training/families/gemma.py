@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import derive_shape
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, read_ropes, read_windows, written_windows
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import derive_shape
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "query_pre_attn_scalar",

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import LLAMA, MODELS
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import LLAMA, MODELS
 
 PREFIX = "hf:"
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import MAMBA_WIDTH, derive_shape, hybrid_pattern
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import MAMBA_WIDTH, derive_shape, hybrid_pattern
 
 EPSILON = 1e-5  # of the norm of a Mamba2 layer's outputs in core; in these files all norms have the same
 LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import activation, derive_shape
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import activation, derive_shape
 
 EPSILON = 1e-5
 LAYER_NORM = ("input_layernorm", "post_attention_layernorm")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
 from megatron.training.families.gemma import layer_piece
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import Piece
@@ -25,6 +24,7 @@ from megatron.training.families.llama.windows import (
     written_windows,
 )
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip

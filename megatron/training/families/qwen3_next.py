@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import derive_shape, linear_layers
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import derive_shape, linear_layers
 
 STATE, WHOLE = "linear_attention", "full_attention"
 SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.system.whole_file import replace_file
-from megatron.training.arguments.config import Config
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm.places import run_of
@@ -26,6 +25,7 @@ from megatron.training.features.feature import Feature, Step
 from megatron.training.job import Job
 from megatron.training.refusal import reason, together
 from megatron.training.report.reporter import Reporter
+from megatron.training.settings.config import Config
 from megatron.training.step import Batches, Diverged, StepResult
 from megatron.training.watch import Watch
 

@@ -21,12 +21,12 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.decisions.block_sizes import BlockTable, measured_of
-from megatron.training.arguments.config import AttentionConfig, Config
-from megatron.training.arguments.models import window_layers
-from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.json_file import parse_json, read_bytes, read_json
 from megatron.training.refusal import Refusal
+from megatron.training.settings.attention_settings import MASKS
+from megatron.training.settings.config import AttentionConfig, Config
+from megatron.training.settings.models import window_layers
 
 
 def attention_rule(config: Config, grid: Grid) -> AttentionRule:

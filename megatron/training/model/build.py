@@ -25,15 +25,6 @@ from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn
-from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import (
-    ROTARY,
-    expert_layers,
-    hybrid_pattern,
-    linear_layers,
-    rope_layers,
-    window_layers,
-)
 from megatron.training.arguments.stages import stage_span
 from megatron.training.arguments.validate.check_memory import layers_recompute, loss_chunks
 from megatron.training.data.tokenizer import padded_vocab_size
@@ -41,6 +32,15 @@ from megatron.training.model.attention_rule import attention_rule, layer_masks
 from megatron.training.model.core_config import in_chunks, router_rule, transformer_config
 from megatron.training.model.gpt import LongContextGPT, scale_embeddings
 from megatron.training.model.weights import initialize_weights
+from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.models import (
+    ROTARY,
+    expert_layers,
+    hybrid_pattern,
+    linear_layers,
+    rope_layers,
+    window_layers,
+)
 
 
 def build_model(

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from megatron.context_parallel.core.expert_choice import RouterRule
 from megatron.context_parallel.layout.grid import Grid
-from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import activation, is_gated
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute
 from megatron.training.model.weight_gradients import products_add
+from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.models import activation, is_gated
 
 # Settings of the model with the same name in core.
 SAME_IN_CORE = """

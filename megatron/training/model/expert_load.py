@@ -15,8 +15,8 @@ from megatron.core.parallel_state import (
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import SUMS, ExpertRouter
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import expert_layers
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import expert_layers
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron.platform.core_versions import inner_layer
-from megatron.training.arguments.config import Config
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
 
 try:  # a private module; without these names fully_shard has one mesh for all parameters of a unit
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult

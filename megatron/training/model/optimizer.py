@@ -21,13 +21,13 @@ from megatron.core.parallel_state import get_expert_tensor_parallel_group
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 
-from megatron.training.arguments.config import Config, OptimizerSettings
 from megatron.training.arguments.schedule import spans
 from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.updates.muon import Muon, use_muon
 from megatron.training.model.updates.update import parts, use_fused_adam, use_multi_tensor_calls
 from megatron.training.model.weights import unwrap
+from megatron.training.settings.config import Config, OptimizerSettings
 
 # Settings with the same name in core.
 SAME_IN_CORE = """

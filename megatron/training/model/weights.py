@@ -24,7 +24,7 @@ from megatron.context_parallel.core.mixers.mamba2 import WIDTH
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.core_versions import inner_layer
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 # megatron-core's names of the weights that are split over TP ranks, by the dim of the split.
 SINKS = "softmax_offset"

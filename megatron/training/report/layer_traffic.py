@@ -13,9 +13,9 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
 from megatron.formulas.sizes import heads_of
-from megatron.training.arguments.config import Config
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.core_config import compute_dtype
+from megatron.training.settings.config import Config
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron.system.whole_file import replace_file
-from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal, reason
 from megatron.training.report.memory_picture import KINDS, Profile, draw, peak_of, readable
 from megatron.training.report.tensor_memory import Block, TensorMeter
+from megatron.training.settings.config import Config
 
 
 class MemoryProfile:

@@ -10,9 +10,9 @@ import torch
 
 from megatron.context_parallel.layout.masks import Causal, Mask, MaskFunction
 from megatron.formulas.flops import forward_flops
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import model_shape
 from megatron.training.model.attention_rule import layer_masks
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import model_shape
 
 # Dense bf16 peak of one device, TFLOP/s (NVIDIA's data sheets, without sparsity), by a part of its name.
 GPU_PEAKS = {

@@ -18,8 +18,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatron.system.whole_file import is_special, whole_file
-from megatron.training.arguments.config import Config
 from megatron.training.refusal import Refusal, reason
+from megatron.training.settings.config import Config
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from megatron.simulator.dry_run.allocation.allocator import (
     rounded,
 )
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 Changes = list[tuple[int, int]]  # (block, change of its bytes)
 WINDOWS = (16, 4, 2)  # numbers of equal changes by which places in two lists are matched, tried in turn

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from megatron.simulator.cost.trace import Kernel
 from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
 
 SCALES = {"delayed": 0.0, "tensorwise": 0.0, "blockwise": 4 / 128, "mxfp8": 1 / 32}  # bytes per element, by recipe
 PER_TENSOR = ("delayed", "tensorwise")  # recipes with one scale per tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.context_parallel.core.experts import AllToAll, ExpertRouter
 from megatron.platform.hooks import patched, replaced
-from megatron.training.arguments.config import Config
+from megatron.training.settings.config import Config
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from megatron.training.arguments.config import Config
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, one_line, raise_all, short
+from megatron.training.settings.config import Config
 
 # Keys that tune speed, memory or logs: the result does not depend on them.
 HINTS = (

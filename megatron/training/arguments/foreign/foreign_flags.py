@@ -11,9 +11,9 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from megatron.training.arguments.config import Config, ForeignConfig
 from megatron.training.arguments.foreign.deepspeed_file import DeepSpeedFile
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
+from megatron.training.settings.config import Config, ForeignConfig
 
 
 def translate(config: Config, given: Collection[str]) -> None:

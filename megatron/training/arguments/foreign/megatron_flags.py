@@ -16,10 +16,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.training.arguments.argv import options
-from megatron.training.arguments.config import ModelConfig
 from megatron.training.arguments.foreign import fork_flags, ignored_flags, newer_flags, refused_flags
 from megatron.training.arguments.foreign.refused_flags import Advice
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
+from megatron.training.settings.config import ModelConfig
 
 OF_EXPERTS = "a dense model has no experts"  # reason of a hint in `fork_flags.py`
 SWITCH = re.compile("^--(enable-|disable-|use-|no-)?")

@@ -10,9 +10,7 @@ from __future__ import annotations
 import importlib.util
 from copy import deepcopy
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.dry_run_flags import notes_on_formulas, processes
-from megatron.training.arguments.models import outside_engine
 from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.unused_flags import note_unused
 from megatron.training.arguments.validate import (
@@ -27,6 +25,8 @@ from megatron.training.arguments.validate import (
     check_run,
 )
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import outside_engine
 
 
 def complete(config: Config, world_size: int) -> Config:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 
-from megatron.training.arguments.config import Config, DataConfig
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
-from megatron.training.arguments.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.settings.config import Config, DataConfig
+from megatron.training.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 
 SOURCES = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "data_args_path",

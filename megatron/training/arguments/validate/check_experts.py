@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from megatron.training.arguments.config import Config, ModelConfig
-from megatron.training.arguments.models import expert_layers
 from megatron.training.arguments.validate.check_model import check_pattern
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.models import expert_layers
 
 LOSSES = ("aux_loss", "seq_aux_loss", "none", "sinkhorn")
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"

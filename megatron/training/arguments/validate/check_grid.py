@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from math import gcd
 
 from megatron.decisions.division import length_unit, uneven_heads
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import batch_steps
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
+from megatron.training.settings.config import Config
 
 
 def complete_context(config: Config) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from megatron.training.arguments.config import Config, ModelConfig
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.settings.config import Config, ModelConfig
 
 FLAG = "--multi-latent-attention"
 

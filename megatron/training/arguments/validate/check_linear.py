@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import hybrid_pattern, linear_layers
 from megatron.training.arguments.validate.check_model import check_pattern, sees_ahead
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import hybrid_pattern, linear_layers
 
 FLAG, HYBRID = "--experimental-attention-variant", "--is-hybrid-model"
 KINDS = "M*-E"

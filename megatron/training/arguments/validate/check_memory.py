@@ -6,9 +6,9 @@ from __future__ import annotations
 from math import gcd
 
 from megatron.formulas import sizes as counts
-from megatron.training.arguments.config import ChunkConfig, Config
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, needs_flag
+from megatron.training.settings.config import ChunkConfig, Config
 
 
 def complete_chunks(config: Config) -> None:

@@ -7,11 +7,11 @@ from dataclasses import fields
 from math import gcd
 
 from megatron.decisions.division import NARROW
-from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
-from megatron.training.arguments.settings.attention_settings import MASKS
 from megatron.training.arguments.validate.check_latent import complete_latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
+from megatron.training.settings.attention_settings import MASKS
+from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
+from megatron.training.settings.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
 
 
 def complete_required(config: Config) -> None:

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.schedule import samples_after, spans
 from megatron.training.refusal import Fix, Gather, Refusal, needs_flag
+from megatron.training.settings.config import Config
 
 COPY_INTERVAL = "--non-persistent-save-interval"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.formulas.host_bytes import HostBytes, host_memory
-from megatron.training.arguments.config import Config
 from megatron.training.arguments.stages import strategy_of, workload_of
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import Config
 
 CGROUP = Path("/sys/fs/cgroup")
 

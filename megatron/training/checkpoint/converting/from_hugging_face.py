@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.training.arguments.config import AttentionConfig, Config
 from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
@@ -40,6 +39,7 @@ from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import AttentionConfig, Config
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.arguments.config import ModelConfig
 from megatron.training.checkpoint.hugging_face.safetensors_folder import Done, cast, dtype_name, new_folder, one_process
 from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of, model_of, vocabulary_block
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
@@ -24,6 +23,7 @@ from megatron.training.checkpoint.older_formats import LAYERS, Name, Weights, op
 from megatron.training.families.llama.llama_settings import command_line, program, window_flags
 from megatron.training.model.weights import VOCABULARY
 from megatron.training.refusal import Refusal, some
+from megatron.training.settings.config import ModelConfig
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")

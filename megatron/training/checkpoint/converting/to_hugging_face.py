@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.training.arguments.config import CheckpointConfig, ModelConfig
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
@@ -40,6 +39,7 @@ from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal, short, some
+from megatron.training.settings.config import CheckpointConfig, ModelConfig
 from megatron.training.untrusted.links import file_in
 
 with warnings.catch_warnings():  # core reports at import that apex is missing

@@ -25,8 +25,8 @@ from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import Piece
-from megatron.training.families.same_network import of_model
 from megatron.training.refusal import Refusal, some
+from megatron.training.settings.same_network import of_model
 
 PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
 

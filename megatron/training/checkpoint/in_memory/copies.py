@@ -24,7 +24,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.training.arguments.config import CheckpointConfig, Config
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.copy_file import (
@@ -39,6 +38,7 @@ from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.save_job import error_line
 from megatron.training.refusal import Refusal, together
+from megatron.training.settings.config import CheckpointConfig, Config
 
 MEMORY = Path("/dev/shm")
 PARTIAL = ".partial"

@@ -23,7 +23,6 @@ from megatron.core.utils import to_local_if_dtensor
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from megatron.training.arguments.config import Config
 from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.rank_file import packed
@@ -31,6 +30,7 @@ from megatron.training.checkpoint.read_torch_dist import EXTRA_STATE, check_engi
 from megatron.training.checkpoint.run_state import load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.sharded_state import make_states, parts_of
 from megatron.training.refusal import Refusal, together
+from megatron.training.settings.config import Config
 
 OBJECTS = "objects"
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from megatron.training.arguments.config import AttentionConfig, ModelConfig
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.file_list import (
     CHECKSUMS,
@@ -43,6 +42,7 @@ from megatron.training.checkpoint.megatron_lm.places import (
 from megatron.training.checkpoint.megatron_lm.torch_saved import Window
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason, short
+from megatron.training.settings.config import AttentionConfig, ModelConfig
 from megatron.training.untrusted.largest_numbers import LARGEST, MOST, most
 from megatron.training.untrusted.links import file_in
 

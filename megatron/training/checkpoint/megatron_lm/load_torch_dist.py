@@ -19,8 +19,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
 from megatron.platform.core_versions import GROUP_KEYS
-from megatron.training.arguments.config import Config
-from megatron.training.arguments.models import is_gated
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import (
     attention_of,
@@ -32,6 +30,8 @@ from megatron.training.checkpoint.megatron_lm.megatron_args import (
 from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
 from megatron.training.refusal import Refusal, some, together
+from megatron.training.settings.config import Config
+from megatron.training.settings.models import is_gated
 
 DISTRIBUTED = "optimizer.distributed."  # prefix of keys that belong to one data-parallel group
 NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # defaults of a parameter group; all other identifiers default to False

@@ -20,12 +20,12 @@ from megatron.core.parallel_state import get_data_parallel_rank
 from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron.formulas.flops import forward_flops
-from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
-from megatron.training.arguments.models import ROTARY, derive_shape, model_shape
 from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
-from megatron.training.families.same_network import attention_settings
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
+from megatron.training.settings.models import ROTARY, derive_shape, model_shape
+from megatron.training.settings.same_network import attention_settings
 
 # Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
 NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron.training.arguments.config import ModelConfig
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import ExpertNames, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, LOCAL, WHOLE, read_windows, written_windows
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
 
 # Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

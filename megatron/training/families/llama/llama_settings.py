@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH, LLAMA3_LOW, Yarn
-from megatron.training.arguments.config import ModelConfig
-from megatron.training.arguments.models import LLAMA, ROTARY, derive_shape, is_gated
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
+from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import LLAMA, ROTARY, derive_shape, is_gated
 from megatron.training.untrusted.largest_numbers import check_numbers
 
 # Constants of Llama 3's RoPE scaling in Megatron; only the factor can be set.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.training.arguments.config import ModelConfig
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
 
 EXPERTS = "mlp.experts.experts"  # in checkpoints
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.training.arguments.config import AttentionConfig, ModelConfig
-from megatron.training.arguments.models import window_layers
 from megatron.training.families.llama import llama_settings
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import AttentionConfig, ModelConfig
+from megatron.training.settings.models import window_layers
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
 LAYER_TYPES = "layer_types"

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel.core.experts import EXPERT
-from megatron.training.arguments.config import OptimizerSettings
 from megatron.training.model.fsdp import local_elements
 from megatron.training.model.weights import POSITIONS, VOCABULARY, canonical_parameters
+from megatron.training.settings.config import OptimizerSettings
 
 SIMPLE = (3.4445, -4.7750, 2.0315)
 # Coefficients (a, b, c) of the steps a X + b (X X') X + c (X X')^2 X.

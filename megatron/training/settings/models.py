@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.formulas.strategy import Latent, LinearAttention, Mixture, Shape
-from megatron.training.arguments.config import AttentionConfig, ModelConfig
+from megatron.training.settings.config import AttentionConfig, ModelConfig
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {

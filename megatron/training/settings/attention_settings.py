@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.decisions.kernel_order import KERNELS
 from megatron.decisions.state_exchange import LINEAR_KERNELS
-from megatron.training.arguments.settings.flag import FUNCTION, flag, layer_pattern
+from megatron.training.settings.flag import FUNCTION, flag, layer_pattern
 
 
 class MaskKind(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import flag
+from megatron.training.settings.flag import flag
 
 
 @dataclass

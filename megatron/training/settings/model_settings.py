@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import FUNCTION, WEIGHTS, expert_pattern, flag, layer_pattern
+from megatron.training.settings.flag import FUNCTION, WEIGHTS, expert_pattern, flag, layer_pattern
 
 
 def normalization(text: str) -> str:

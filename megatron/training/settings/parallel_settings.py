@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.decisions.state_exchange import EXCHANGES
-from megatron.training.arguments.settings.flag import flag
+from megatron.training.settings.flag import flag
 
 
 @dataclass

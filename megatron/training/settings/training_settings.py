@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.arguments.settings.flag import FUNCTION, flag
+from megatron.training.settings.flag import FUNCTION, flag
 
 
 def tokenizer(text: str) -> str:

@@ -14,8 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.training.arguments.config import AttentionConfig, Config, ModelConfig
-from megatron.training.arguments.models import (
+from megatron.training.settings.attention_settings import MASKS
+from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
+from megatron.training.settings.flag import FUNCTION, WEIGHTS
+from megatron.training.settings.models import (
     ROTARY,
     activation,
     derive_shape,
@@ -26,8 +28,6 @@ from megatron.training.arguments.models import (
     rope_layers,
     window_layers,
 )
-from megatron.training.arguments.settings.attention_settings import MASKS
-from megatron.training.arguments.settings.flag import FUNCTION, WEIGHTS
 
 SECTIONS = ("model", "attention", "data")
 # Models of checkpoints that are older than these settings have none of these kinds.

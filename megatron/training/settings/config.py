@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.training.arguments.foreign.foreign_settings import ForeignConfig
-from megatron.training.arguments.settings.attention_settings import AttentionConfig, ChunkConfig
-from megatron.training.arguments.settings.job_settings import (
+from megatron.training.settings.attention_settings import AttentionConfig, ChunkConfig
+from megatron.training.settings.foreign_settings import ForeignConfig
+from megatron.training.settings.job_settings import (
     CheckpointConfig,
     EvaluationConfig,
     FaultConfig,
@@ -16,9 +16,9 @@ from megatron.training.arguments.settings.job_settings import (
     RunConfig,
     SimulationConfig,
 )
-from megatron.training.arguments.settings.model_settings import ModelConfig
-from megatron.training.arguments.settings.parallel_settings import ParallelConfig
-from megatron.training.arguments.settings.training_settings import DataConfig, OptimizerSettings
+from megatron.training.settings.model_settings import ModelConfig
+from megatron.training.settings.parallel_settings import ParallelConfig
+from megatron.training.settings.training_settings import DataConfig, OptimizerSettings
 
 
 @dataclass(frozen=True)
