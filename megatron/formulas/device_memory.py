@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.formulas.host_bytes import host_memory
-from megatron.formulas.layer_memory import attention_apart, chunked_layer, norm_kept, whole_layer
+from megatron.formulas.layer_memory import attention_apart, choices_apart, chunked_layer, norm_kept, whole_layer
 from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload, changed, refuse_unknown
@@ -150,7 +150,7 @@ def _backward_peaks(
     share, mean = layers.with_experts, whole
     if 0 < share < 1:
         mean = int(share * whole + (1 - share) * layer_of(plain, strategy, itemsize, fused).kept)
-    apart = attention_apart(workload, strategy, itemsize, fused)
+    apart = attention_apart(workload, strategy, itemsize, fused) + int(share * choices_apart(workload, strategy))
     kept, recomputed = _kept(workload, layers, mean, whole, state, stage, apart * (layers.count * again + layers.below))
     recomputed -= apart * again  # the layer that runs has its attention's result in what it needs
     temporary, unfinished = recomputed + layer.backward, layers.below + layers.count
@@ -204,7 +204,8 @@ def _mixed_peaks(
     strategy, recomputes = layers.strategy, layers.strategy.recompute == "full"
     each = [whole_layer(changed(workload, {"shape": kind}), strategy, itemsize, fused) for kind in kinds]
     state = sizes_of(workload, strategy, itemsize).hidden
-    aparts = [attention_apart(changed(workload, {"shape": kind}), strategy, itemsize, fused) for kind in kinds]
+    own = [changed(workload, {"shape": kind}) for kind in kinds]
+    aparts = [attention_apart(one, strategy, itemsize, fused) + choices_apart(one, strategy) for one in own]
     mean, top = sum(layer.kept for layer in each) // len(each), len(kinds) - 1
     kept, _ = _kept(workload, layers, mean, 0, state, stage, sum(aparts))
     moments: list[Moment] = []

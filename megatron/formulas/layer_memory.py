@@ -14,6 +14,8 @@ from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
 from megatron.formulas.states import state_forward, state_kept, state_working
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
+SMALL_INDEX = 2  # bytes of an expert's number
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -73,6 +75,15 @@ def attention_apart(workload: Workload, strategy: Strategy, itemsize: int, fused
     # A CPU's kernel computes with values as large as keys, and its output is a part of that.
     padded = not fused and strategy.ring == 1 and shape.value_dim < shape.head_dim
     return (sizes.local_q if padded else sizes.local_out) + sizes.lse
+
+
+def choices_apart(workload: Workload, strategy: Strategy) -> int:
+    """Bytes of the numbers of experts that a recomputed layer keeps beside its input (--moe-enable-routing-replay)."""
+    mixture = workload.shape.mixture
+    by_chunks = strategy.fpdt_chunk and (strategy.recompute_method == "block" or strategy.recompute_layers == 1)
+    if mixture is None or not mixture.replay or strategy.recompute != "full" or by_chunks:
+        return 0
+    return SMALL_INDEX * mixture.topk * strategy.local_tokens(workload)
 
 
 def _ffn(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:

@@ -67,6 +67,7 @@ class Mixture:
         layers: 1 for each layer that has experts in place of its MLP, 0 for the others.
         gated: the shared expert's output is multiplied by a gate.
         capacity: most tokens of an expert as a multiple of the mean; 0: no limit.
+        replay: recomputed layers keep the choice of experts.
     """
 
     experts: int
@@ -76,6 +77,7 @@ class Mixture:
     layers: tuple[int, ...] = ()
     capacity: float = 0.0
     gated: bool = False
+    replay: bool = False
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ V2 = "--num-virtual-stages-per-pipeline-rank 2"
 ZERO1, ZERO2, ZERO3 = (f"--zero-stage {stage}" for stage in (1, 2, 3))
 OVERLAP = f"{ZERO1} --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+REPLAY = f"{FULL} --moe-enable-routing-replay"
 SELECTIVE = "--recompute-granularity selective"
 ONE = "--micro-batch-size 1"
 ETP1 = "--expert-tensor-parallel-size 1"
@@ -134,6 +135,10 @@ CASES = [
     (2, PACKED, f"{ep(2)} {A2A} {fpdt(32)} {ZERO1}"),
     (4, PRE, f"{T2} {cp(1, 2)} {ETP1} {ep(4)} {fpdt(64, STREAM)} {ZERO1}"),
     (2, DROPOUT, f"{cp(2, 1)} {ep(2)} {FULL} {ZERO3}"),
+    (2, DEEPSEEK, f"{P2} {ONE} {REPLAY}"),
+    (2, SINKHORN2, f"{cp(1, 2)} {ep(2)} {A2A} {REPLAY} {ZERO3}"),
+    (4, DROPPED, f"{T2} {cp(2, 1)} {ep(2)} --ffn-chunks 3 {REPLAY}"),
+    (4, f"{MIXTRAL} --num-layers 4", f"{P2} {V2} {ep(2)} {ONE} {REPLAY} --offload-checkpoints"),
 ]
 CHANGES = (ONE,)  # these change the reference: a micro-batch is the unit of the load-balancing loss
 
@@ -254,6 +259,23 @@ def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
     assert float((grad - expected).abs().max() / expected.abs().max()) > 1e-3
     with pytest.raises(AssertionError):
         compare(wrong, right)
+
+
+def other_logits_in_the_second_pass(router: Any) -> None:
+    from megatron.core.tensor_parallel.random import is_checkpointing
+
+    gating = router.gating
+    router.gating = lambda x: gating(x).roll(1, -1) if is_checkpointing() and torch.is_grad_enabled() else gating(x)
+
+
+@pytest.mark.parametrize("model", [DEEPSEEK, SINKHORN, FIRST])
+@pytest.mark.usual(0)
+def test_a_recomputed_layer_takes_the_experts_of_its_first_pass(pool, reference, model):
+    again, replayed = (
+        pool.run(run, 1, f"{model} {recompute}", 1, other_logits_in_the_second_pass, timeout=120)[0]["tokens"]
+        for recompute in (FULL, REPLAY)
+    )
+    assert replayed[0] == reference(model)["tokens"][0] != again[0]
 
 
 def test_sinkhorn_of_each_rank_alone_is_noticed(pool, reference):

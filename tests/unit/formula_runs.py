@@ -95,6 +95,7 @@ def flags(case: Case) -> list[str]:
         f"--recompute-granularity full --recompute-method {strategy.recompute_method}": strategy.recompute == "full",
         f"--recompute-num-layers {strategy.recompute_layers}": strategy.recompute == "full",
         "--keep-attention": strategy.keep_attention,
+        "--moe-enable-routing-replay": shape.mixture and shape.mixture.replay,
         "--offload-checkpoints": strategy.offload_checkpoints,
         f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
         "--fpdt-stream-hidden": strategy.stream_hidden,

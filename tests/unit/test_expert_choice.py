@@ -223,7 +223,7 @@ def test_the_z_loss_is_added_in_training(monkeypatch, learns: bool, factor: floa
     monkeypatch.setattr(experts.MoEAuxLossAutoScaler, "apply", lambda x, loss: added.append(float(loss)) or x)
     logits, counted = logits_of(4).view(4, 1, 8), torch.ones(4, 1)
     router = SimpleNamespace(rule=RouterRule(topk=2, z_loss=factor), _balancing=lambda _: {})
-    statistics = SimpleNamespace(learns=learns, counted=counted, bias=None, kept=None, totals={})
+    statistics = SimpleNamespace(learns=learns, counted=counted, bias=None, kept=None, totals={}, indices=None)
     ExpertRouter.routing(router, logits, statistics)
     expected = [0.1 * float(logits.flatten(0, 1).logsumexp(-1).square().sum())] if applied else []
     assert added == pytest.approx(expected, rel=1e-6)

@@ -122,6 +122,7 @@ EFFECTS = f"""
 {MOE} | --moe-z-loss-coeff 0.1 | layers.experts
 {MOE} | --moe-expert-capacity-factor 1.5 | core.moe_expert_capacity_factor layers.experts
 {MOE} --moe-expert-capacity-factor 1.5 | --moe-token-drop-policy position | layers.experts
+{MOE} {FULL} uniform --recompute-num-layers 1 | --moe-enable-routing-replay | layers.experts
 {MOE} | --moe-token-dispatcher-type alltoall | core.moe_token_dispatcher_type
 {MOE} | --expert-model-parallel-size 2 | core.expert_model_parallel_size
 {MOE} {T2} | --expert-tensor-parallel-size 1 | core.expert_tensor_parallel_size

@@ -101,6 +101,7 @@ FULL_MIXTURES = [
     case("experts", MOE, S(zero=0)),
     case("few experts", replace(MOE, mixture=SOME), S(ulysses=2, data=2, expert=4), 2, itemsize=2),
     case("experts, recomputed", MOE, S(data=2, expert=2, **FULL_RECOMPUTE), 2, itemsize=2),
+    case("experts, replayed", replace(MOE, mixture=replace(EXPERTS, replay=True)), S(data=2, **FULL_RECOMPUTE), 2),
     case("one expert a rank", MOE, S(data=8, expert=8), 8, itemsize=2),
     case("experts split over TP", MOE, S(tensor=2, data=2, expert=2, expert_tensor=2), 2, itemsize=2),
     case("experts with biases", replace(OPT, mixture=EXPERTS), S(data=2, expert=2), 2),

@@ -207,10 +207,10 @@ class ContextParallelAttention(MegatronModule):
 
 
 def forget_kept(model: nn.Module) -> None:
-    """Drop the results that attention keeps for recompute. A step that failed may have left some."""
+    """Drop what attention and routers keep for recompute. A step that failed may have left some."""
     for module in model.modules():
-        if isinstance(module, ContextParallelAttention) and module.kept is not None:
-            module.kept.clear()
+        if isinstance(kept := getattr(module, "kept", None), deque):
+            kept.clear()
 
 
 def with_packed(batch: Samples, packed: PackedSeqParams | None, mask: Mask) -> Samples:

@@ -38,6 +38,7 @@ class RouterRule:
         z_loss: coefficient of the squared log-sum-exp of the logits.
         capacity_factor: most tokens of an expert, as a multiple of the mean; None: no limit.
         drop_policy: which tokens a full expert keeps: those of the largest weights (probs) or of the first positions.
+        replay: layers that are recomputed take the experts of their first pass, whatever the logits are by then.
     """
 
     topk: int = 2
@@ -53,6 +54,7 @@ class RouterRule:
     z_loss: float = 0.0
     capacity_factor: float | None = None
     drop_policy: str = "probs"
+    replay: bool = False
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -60,25 +62,21 @@ def best(scores: Tensor, count: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None, indices: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token: (weights [n, E], zero for experts that were not chosen; chosen [n, E], bool).
 
     Args:
         bias_E: added to the scores for the choice; of Sinkhorn, the result of :func:`even_choice`.
+        indices: the experts of each token, from :func:`ranking`; by default, of these logits.
     """
-    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    if indices is None:
+        indices = ranking(logits_nE, rule, bias_E)
+    chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
     if rule.sinkhorn:
-        return _sinkhorn(logits_nE, rule, bias_E)
-    if rule.score_function != "softmax":
-        scores = _independent(logits_nE, rule).type_as(logits_nE)
-    elif rule.pre_softmax:
-        scores = torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE)
-    else:
-        scores = logits_nE
-    ranked = scores.detach() if bias_E is None else scores.detach() + bias_E
-    if rule.group_topk:
-        ranked = _best_groups_only(ranked, rule)
-    indices = best(ranked, rule.topk)
+        return _sinkhorn(logits_nE, rule, chosen), chosen
+    wide, scores = torch.promote_types(logits_nE.dtype, torch.float32), _scores(logits_nE, rule)
     weights = scores.gather(1, indices)
     if rule.score_function != "softmax":
         weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY) if rule.topk > 1 else weights
@@ -86,8 +84,27 @@ def choose(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) ->
         weights = torch.softmax(weights, dim=-1, dtype=wide).type_as(logits_nE)
     if rule.topk_scaling_factor:
         weights = weights * rule.topk_scaling_factor
-    chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
     return torch.zeros_like(logits_nE).scatter(1, indices, weights), chosen
+
+
+@torch.no_grad()
+def ranking(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None = None) -> Tensor:
+    """The experts of each token, the best first: int64 [n, topk]. ``bias_E`` is as for :func:`choose`."""
+    if rule.sinkhorn:
+        scores = logits_nE.to(torch.promote_types(logits_nE.dtype, torch.float32))
+    else:
+        scores = _scores(logits_nE, rule)
+    ranked = scores if bias_E is None else scores + bias_E
+    return best(_best_groups_only(ranked, rule) if rule.group_topk else ranked, rule.topk)
+
+
+def _scores(logits_nE: Tensor, rule: RouterRule) -> Tensor:
+    if rule.score_function != "softmax":
+        return _independent(logits_nE, rule).type_as(logits_nE)
+    if not rule.pre_softmax:
+        return logits_nE
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    return torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE)
 
 
 def _independent(logits_nE: Tensor, rule: RouterRule) -> Tensor:
@@ -96,14 +113,12 @@ def _independent(logits_nE: Tensor, rule: RouterRule) -> Tensor:
     return torch.sigmoid(wide) if rule.score_function == "sigmoid" else functional.softplus(wide).sqrt()
 
 
-def _sinkhorn(logits_nE: Tensor, rule: RouterRule, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits_nE.dtype, torch.float32)
-    scores = logits_nE.detach().to(wide)
-    indices = best(scores if bias_E is None else scores + bias_E, rule.topk)
-    chosen = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices, True)
+def _sinkhorn(logits_nE: Tensor, rule: RouterRule, chosen_nE: Tensor) -> Tensor:
+    """The weights [n, E] of the chosen experts."""
     if rule.topk == 1:
-        return torch.sigmoid(logits_nE) * chosen, chosen
-    return torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE) * chosen, chosen
+        return torch.sigmoid(logits_nE) * chosen_nE
+    wide = torch.promote_types(logits_nE.dtype, torch.float32)
+    return torch.softmax(logits_nE, dim=-1, dtype=wide).type_as(logits_nE) * chosen_nE
 
 
 @torch.no_grad()

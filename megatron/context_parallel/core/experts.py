@@ -14,6 +14,7 @@ Core's layer, experts and dispatchers are used as they are. The router is ours, 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import is_checkpointing
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
     from megatron.core.transformer.moe.router import Router
@@ -43,6 +45,7 @@ from megatron.context_parallel.core.expert_choice import (
     choose,
     even_choice,
     probability_sums,
+    ranking,
     within_capacity,
     z_loss,
 )
@@ -70,6 +73,7 @@ class Statistics:
         kept: bool [s, b, E], which experts have room for a token; None without a capacity.
         totals: by load-balancing loss, the choices [parts, E] and the counted tokens [parts] of all ranks.
         bias: [E], added to the scores for the choice; None: none.
+        indices: [s, b, topk], the experts of each token; None: those of its logits.
     """
 
     learns: bool
@@ -77,11 +81,13 @@ class Statistics:
     kept: Tensor | None
     totals: dict[str, tuple[Tensor, Tensor]]
     bias: Tensor | None
+    indices: Tensor | None = None
 
     def rows(self, span: Span) -> Statistics:
         """The statistics for some of this rank's tokens."""
         part = slice(*span)
-        return replace(self, counted=self.counted[part], kept=None if self.kept is None else self.kept[part])
+        own = {name: getattr(self, name) for name in ("counted", "kept", "indices")}
+        return replace(self, **{name: None if x is None else x[part] for name, x in own.items()})
 
 
 class ExpertRouter(Router):
@@ -91,11 +97,12 @@ class ExpertRouter(Router):
         expert_bias: added to the scores for the choice (``--moe-router-enable-expert-bias``); saved in checkpoints.
         seen: sums since they were last read, float64 [E + len(SUMS)]: tokens of each expert, then ``SUMS`` of this
             rank; None before the first training step.
+        kept: with ``RouterRule.replay``, the choices for micro-batches whose layers will be recomputed.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, rule: RouterRule) -> None:
         super().__init__(config, pg_collection)
-        self.rule, self.seen = rule, None
+        self.rule, self.seen, self.kept = rule, None, deque[Tensor]()
         bias = torch.zeros(config.num_moe_experts, dtype=torch.float32) if rule.expert_bias else None
         self.register_buffer("expert_bias", bias)
 
@@ -121,12 +128,14 @@ class ExpertRouter(Router):
         learns = self.training and torch.is_grad_enabled()  # with recompute, only the second pass counts
         rule, (rows, samples, experts) = self.rule, logits.shape
         counted = logits.new_ones((rows, samples)) if places is None else (places >= 0).to(logits.dtype)
-        kept, totals = None, {}
+        kept, totals, indices = None, {}, None
         with torch.no_grad():
             logits_nE, counted_n = logits.flatten(0, 1), counted.flatten()
             bias = self._even_choice(logits_nE, counted_n) if rule.sinkhorn and self.training else self.expert_bias
+            if rule.replay and self.training and is_checkpointing():
+                indices = self._replayed(logits_nE, bias, learns)
             if rule.capacity_factor is not None or learns:
-                weights_nE, chosen_nE = choose(logits_nE, rule, bias)
+                weights_nE, chosen_nE = choose(logits_nE, rule, bias, indices)
             if rule.capacity_factor is not None:
                 place_n = None if places is None else places.flatten()
                 kept_nE = self._within_capacity(weights_nE, chosen_nE, place_n, samples)
@@ -139,14 +148,18 @@ class ExpertRouter(Router):
                     totals[name] = self._over_all_ranks(*own)
                     sums[name] = balancing_loss(probabilities, *totals[name], rule.topk)
                 self._add(chosen_nE, counted_n, sums)
-        return Statistics(learns, counted, kept, totals, bias)
+        indices = None if indices is None else indices.unflatten(0, (rows, samples))
+        return Statistics(learns, counted, kept, totals, bias, indices)
 
     def routing(self, logits: Tensor, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """(weights [n, E], chosen [n, E]) of tokens with logits [s, b, E] and the statistics of these rows."""
         logits_nE, counted_n = logits.flatten(0, 1), statistics.counted.flatten()
         if statistics.learns and self.rule.z_loss:
             logits_nE = MoEAuxLossAutoScaler.apply(logits_nE, self.rule.z_loss * z_loss(logits_nE, counted_n))
-        weights_nE, chosen_nE = choose(logits_nE, self.rule, statistics.bias)
+        indices = statistics.indices
+        weights_nE, chosen_nE = choose(
+            logits_nE, self.rule, statistics.bias, None if indices is None else indices.flatten(0, 1)
+        )
         if statistics.kept is not None:
             kept_nE = statistics.kept.flatten(0, 1)
             weights_nE, chosen_nE = weights_nE * kept_nE, chosen_nE & kept_nE
@@ -174,6 +187,17 @@ class ExpertRouter(Router):
             "seq_load_balancing_loss": (self.rule.seq_aux_loss, samples),
         }
         return {name: loss for name, loss in losses.items() if loss[0]}
+
+    def _replayed(self, logits_nE: Tensor, bias: Tensor | None, again: bool) -> Tensor:
+        """The experts of each token of a layer that is recomputed: chosen in its first pass, and taken ``again``.
+
+        Layers are recomputed in the order of their micro-batches. What a full expert drops is decided again.
+        """
+        if again:
+            return self.kept.popleft().long()
+        indices = ranking(logits_nE, self.rule, bias)
+        self.kept.append(indices.to(torch.int16))
+        return indices
 
     @replaceable
     def _even_choice(self, logits_nE: Tensor, counted_n: Tensor) -> Tensor:

@@ -178,6 +178,7 @@ def router_rule(model: ModelConfig) -> RouterRule:
         z_loss=model.moe_z_loss_coeff or 0.0,
         capacity_factor=model.moe_expert_capacity_factor,
         drop_policy=model.moe_token_drop_policy,
+        replay=model.moe_enable_routing_replay,
     )
 
 

@@ -292,6 +292,9 @@ class ModelConfig:
         type=float,
         network=FUNCTION,
     )
+    moe_enable_routing_replay: bool = flag(
+        False, "layers of --recompute-granularity full keep the experts of their first pass, and choose them again"
+    )
     moe_token_drop_policy: str = flag(
         "probs",
         "which tokens an expert keeps: those with the largest weights, or the first ones",

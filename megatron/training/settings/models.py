@@ -376,6 +376,7 @@ def _mixture(model: ModelConfig) -> Mixture | None:
         layers=tuple(expert_layers(model)),
         capacity=model.moe_expert_capacity_factor or 0.0,
         gated=model.moe_shared_expert_gate,
+        replay=model.moe_enable_routing_replay,
     )
 
 

@@ -41,7 +41,7 @@ def replace(words: str) -> Advice:
 
 REFUSED = {
     leave_out: """
-this option of mixtures of experts is not supported: --moe-extended-tp --moe-enable-routing-replay
+this option of mixtures of experts is not supported: --moe-extended-tp
     --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-force-load-balancing
     --moe-input-jitter-eps 1 --moe-apply-probs-on-input --moe-latent-size 1 --moe-use-upcycling
     --moe-upcycling-granularity 1 1 --moe-pad-experts-for-cuda-graph-inference

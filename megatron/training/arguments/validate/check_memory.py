@@ -180,6 +180,13 @@ def complete_recompute(config: Config) -> None:
         attention.recompute_method = attention.recompute_num_layers = None
     if attention.keep_attention:
         _keeps_attention(config)
+    recomputes = attention.recompute_granularity == "full" and not layers_recompute(config)
+    if config.model.moe_enable_routing_replay and not (config.model.num_experts and recomputes):
+        config.notes.append(
+            "no effect here: --moe-enable-routing-replay (read only with --num-experts and --recompute-granularity "
+            "full, without --fpdt)"
+        )
+        config.model.moe_enable_routing_replay = False
 
 
 def _keeps_attention(config: Config) -> None:
