@@ -24,6 +24,7 @@ from benchmarks.machine_code import Loop, loops
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch
 from megatron.context_parallel.layout.masks import Causal, MaskFunction
 from megatron.context_parallel.layout.tiles import tiles
+from megatron.context_parallel.linear_attention import decay_spans
 from megatron.context_parallel.linear_attention.block_scan import KERNEL_BLOCK, grads_launch, states_launch
 from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.context_parallel.positions.position_dropout import Dropout
@@ -73,11 +74,6 @@ class Resources:
         if self.columns:
             limits.append(TENSOR_COLUMNS // self.columns)
         return min(limits)
-
-    @property
-    def occupancy(self) -> float:
-        """Warps on one multiprocessor, as a share of its maximum."""
-        return self.programs * self.warps / SM_WARPS[self.capability]
 
 
 @dataclass(frozen=True)
@@ -200,4 +196,27 @@ def linear_example(keys: int, values: int, delta: bool, channels: bool) -> dict[
         "states": states_launch(ready, state, every, state),
         "map": states_launch(ready, state, None, state),
         "grads": grads_launch(ready, ready.own, state, every, state),
+    }
+
+
+def decay_example(
+    keys: int, values: int, skip: bool = True, dtype: torch.dtype = torch.bfloat16, group: int = 4
+) -> dict[str, Launch]:
+    """Example launches of the kernels for rules without a delta: 4 key heads for 4 * ``group`` heads, 1,024 tokens."""
+
+    def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((*shape,), dtype=kind, device="meta")
+
+    n, heads = 1024, 4 * group
+    q, v = meta(n, 1, 4, keys, kind=dtype), meta(n, 1, heads, values, kind=dtype)
+    inputs = [q, q, v, *(meta(n, 1, heads) for _ in range(2 + skip))]
+    every, state = decay_spans.no_states(inputs), meta(1, heads, keys, values)
+    state_grads, products = decay_spans.state_grads_launch(inputs, v, every, state, every, state)
+    states = {"every": every, "after": every}
+    return {
+        "states": decay_spans.states_launch(inputs, state, every, state),
+        "outputs": decay_spans.outputs_launch(inputs, every, v),
+        "state grads": state_grads,
+        "value grads": decay_spans.value_grads_launch(inputs, v, states, products, inputs),
+        "key grads": decay_spans.key_grads_launch(inputs, v, states, inputs),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state: the kernels of fla-core and this program's, forward and both ways; the same results first."""
+"""Layers with a state: the kernels of fla-core and of this program, forward and both ways; the same results first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu.rates import dtype_of
 from benchmarks.gpu.stage import Case, Figures, Sizes, Stage
 from benchmarks.parallel_attention import largest_error
 from megatron.context_parallel.layout.grid import abstract_grid
-from megatron.context_parallel.linear_attention.fla_kernels import why_not
+from megatron.context_parallel.linear_attention import decay_spans, fla_kernels
 from megatron.context_parallel.linear_attention.rules import RULES
 from megatron.simulator.machines.measure_device import seconds_of
 
@@ -24,25 +24,34 @@ GUESS = 2e-6  # assumed seconds of a token both ways with 32 heads
 
 def run(stage: Stage, sizes: Sizes, device: torch.device) -> None:
     size = sizes.model.head_dim
-    how = {"device": device, "dtype": dtype_of(device), "keys": size, "values": size}
-    reasons = {rule: why_not(RULES[rule], **how) for rule in ("gated_delta", "kda", "mamba2")}
-    stage.report["why_not"] = {f"fla, {rule}": reason for rule, reason in reasons.items() if reason}
+    stage.report["why_not"], kernels = {}, {}
+    for rule in ("gated_delta", "kda", "mamba2"):
+        how = {"device": device, "dtype": dtype_of(device), "keys": size, "values": values_of(rule, size)}
+        found = {name: one.why_not(RULES[rule], **how) for name, one in (("fla", fla_kernels), ("triton", decay_spans))}
+        stage.report["why_not"] |= {f"{name}, {rule}": reason for name, reason in found.items() if reason}
+        kernels[rule] = [name for name, reason in found.items() if not reason] + ["blocks"]
     cases = []
     for length in sizes.linear:
-        for rule, reason in reasons.items():
-            for kernel in ("blocks",) if reason else ("fla", "blocks"):
-                run_it = partial(measured, rule, kernel, length, sizes, device, compare=kernel == "fla")
+        for rule, names in kernels.items():
+            for kernel in names:
+                run_it = partial(measured, rule, kernel, length, sizes, device, compare=kernel != "blocks")
                 name = f"{rule}, {kernel}, {length}"
                 cases.append(Case(name, run_it, 5 * sizes.window + GUESS * length, f"{rule}, {kernel}"))
     stage.run(cases)
 
 
+def values_of(rule: str, size: int) -> int:
+    """Half as many values as keys in Mamba2, as its models have."""
+    return size // 2 if rule == "mamba2" else size
+
+
 def inputs(rule: str, length: int, sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """q, k, v, g, beta and the gradient of the output; half as many key heads as value heads."""
+    """q, k, v, g, beta and the gradient of the output; half as many key heads as value heads, a quarter in Mamba2."""
     heads, size, draw = sizes.model.heads, sizes.model.head_dim, torch.Generator(device).manual_seed(7)
     make = partial(torch.randn, generator=draw, device=device)
-    q, k = (F.normalize(make(length, 1, heads // 2, size), dim=-1) for _ in range(2))
-    v, dout = (make(length, 1, heads, size) for _ in range(2))
+    key_heads = heads // (4 if rule == "mamba2" and not heads % 4 else 2)
+    q, k = (F.normalize(make(length, 1, key_heads, size), dim=-1) for _ in range(2))
+    v, dout = (make(length, 1, heads, values_of(rule, size)) for _ in range(2))
     g = -F.softplus(make(length, 1, heads, *([size] if RULES[rule].channels else [])) - 2)
     beta = make(length, 1, heads).sigmoid()
     narrow = dtype_of(device)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from megatron.decisions.division import head_plan
 
-LINEAR_KERNELS = ("auto", "fla", "blocks")
+LINEAR_KERNELS = ("auto", "fla", "triton", "blocks")
 EXCHANGES = ("auto", "gather", "relay", "heads")
 SEGMENT = 2**23  # elements of q, k and v of a span that are computed together
 FLA_SEGMENT = 2**28  # the same for fla's kernels, whose backward pass needs about 8 bytes for each in bf16
+STATES = 2**27  # elements of a segment's states that the kernels for rules without a delta keep, 2 bytes each in bf16
 BLOCK, KERNEL_BLOCK = 64, 32  # tokens of a block, powers of two: by PyTorch, and as many as registers hold
 LARGEST_KEYS = 128  # of a head, of which a kernel holds a state
 HOP_BYTES = 2**20  # bytes that a link sends in the latency of one message: about 20 us at 50 GB/s

@@ -146,7 +146,8 @@ def train_step(
     mark = with_profiler_ranges(mark)
     for chunk in chunks:
         chunk.zero_grad_buffer()
-        forget_kept(chunk)
+        if config.attention.keep_attention:
+            forget_kept(chunk)
     optimizer.zero_grad()
     step = partial(forward_step, runtime, mark=mark, length=length, objective=objective)
     batches = with_reference(runtime, chunks, batches, config, num_microbatches, objective)

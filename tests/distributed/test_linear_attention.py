@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
+from megatron.context_parallel.linear_attention import decay_spans
 from megatron.context_parallel.linear_attention.block_scan import block_size
 from megatron.context_parallel.linear_attention.mixer import linear_attention, route_of, state_sizes
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule, recurrence
@@ -130,6 +132,30 @@ def test_the_kernels_of_fla_on_every_grid(pool, ulysses, ring, balance, document
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_by_fla, ulysses * ring, compare_mixer, *case, False)) > CONTROL
+
+
+def compare_by_triton(compare, *case):
+    """The same with the kernels for rules without a delta, in Triton's interpreter, which computes in fp32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decay_spans, "why_not", lambda *_, **__: None)
+        patch.setattr(decay_spans, "STATES", 1)  # short segments
+        return compare(*case, kernel="triton")
+
+
+needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "ulysses, ring, balance, documents, exchange, rule",
+    by_pairs([case for case in CASES if not RULES[case[5]].delta], lambda u, r, *others: {(u, r), *others}),
+)
+@pytest.mark.lab
+def test_our_kernels_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
+    batch = 2 if documents == "by sample" else 1
+    case = (ulysses, ring, balance, DOCUMENTS[documents], exchange, rule, 168, batch, 12, 6)
+    errors = pool.run(compare_by_triton, ulysses * ring, compare_mixer, *case, timeout=240)
+    assert worst(errors) < 1e-5, errors
 
 
 def count_bytes(ulysses, ring, exchange, rule, length):
@@ -341,6 +367,18 @@ def test_layers_in_chunks_by_fla(pool, ulysses, ring, balance, documents, chunks
     assert worst(errors) < 1e-10, errors
     if ulysses * ring > 1 and balance != "documents":
         assert worst(pool.run(compare_by_fla, ulysses * ring, compare_chunked, *case, False)) > CONTROL
+
+
+@needs_triton
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
+    by_pairs([case for case in CHUNKED if not RULES[case[6]].delta], lambda u, r, *others: {(u, r), *others}),
+)
+def test_layers_in_chunks_by_our_kernels(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
+    case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
+    errors = pool.run(compare_by_triton, ulysses * ring, compare_chunked, *case, timeout=240)
+    assert worst(errors) < 1e-5, errors
 
 
 @pytest.mark.parametrize("width", [0, 1])

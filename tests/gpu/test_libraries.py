@@ -13,7 +13,7 @@ from megatron.context_parallel.attention.kernels.base import Final, Kernel, Scor
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.tiles import tiles
-from megatron.context_parallel.linear_attention import fla_kernels
+from megatron.context_parallel.linear_attention import decay_spans, fla_kernels
 from megatron.context_parallel.linear_attention.rules import RULES
 from megatron.context_parallel.linear_attention.span_maps import BlockSpans, identity
 from tests.gpu.test_masks import LENGTH, PAIRS, SIZE, TILED, TOLERANCE, largest_error
@@ -100,19 +100,29 @@ def errors(mine: list[Tensor], true: list[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize("documents", [(), ((100, 101, LENGTH),), ((100, LENGTH), (500, LENGTH))], ids=len)
-@pytest.mark.parametrize("rule", ["gated_delta", "kda", "mamba2", "decay"])
-def test_fla_and_blocks_agree(rule, documents):
+@pytest.mark.parametrize(
+    "rule, name",
+    [
+        ("gated_delta", "fla"),
+        ("kda", "fla"),
+        ("mamba2", "fla"),
+        ("decay", "fla"),
+        ("mamba2", "triton"),
+        ("decay", "triton"),
+    ],
+)
+def test_kernels_of_linear_attention_agree_with_blocks(rule, name, documents):
     how = {"device": DEVICE, "dtype": torch.bfloat16, "keys": 64, "values": 64}
-    if reason := fla_kernels.why_not(RULES[rule], **how):
+    if reason := (fla_kernels if name == "fla" else decay_spans).why_not(RULES[rule], **how):
         pytest.skip(reason)
     layout, x = cp.SequenceLayout(LENGTH, abstract_grid()), linear_inputs(rule, LENGTH, 2, torch.bfloat16)
     results = []
-    for kernel in ("fla", "blocks"):
+    for kernel in (name, "blocks"):
         leaves = [one.clone().requires_grad_() for one in x]
         skip = {"skip": leaves[5]} if len(x) > 5 else {}
         out = cp.linear_attention(*leaves[:5], **skip, rule=rule, layout=layout, documents=documents, kernel=kernel)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))])
-    assert max(errors(*results)) < 3e-2, errors(*results)  # fla keeps states in bf16
+    assert max(errors(*results)) < 3e-2, errors(*results)  # both keep states in bf16
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "kda", "mamba2"])

@@ -20,7 +20,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels import triton_ke
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window, tile_rows
-from megatron.context_parallel.linear_attention import block_scan, fla_kernels, mixer
+from megatron.context_parallel.linear_attention import block_scan, decay_spans, fla_kernels, mixer
 from megatron.context_parallel.linear_attention.rules import RULES, prepare, recurrence
 from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions import kernel_order
@@ -358,14 +358,35 @@ def test_where_the_kernels_of_fla_run(monkeypatch, changed, version, reason):
     assert "no kernel for the rule other" in fla_kernels.why_not(replace(RULES["kda"], name="other"), **FLA)
 
 
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({"dtype": torch.float32}, "needs bf16"),
+        ({"values": 128}, "needs heads of at most 128 keys and 64 values"),
+        ({"keys": 256}, "needs heads of at most 128 keys and 64 values"),
+        ({"device": torch.device("cpu")}, "needs a GPU"),
+    ],
+)
+def test_where_the_kernels_for_rules_without_a_delta_run(monkeypatch, changed, reason):
+    monkeypatch.setattr(decay_spans, "missing_triton", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    case = FLA | {"values": 64}
+    assert decay_spans.why_not(RULES["mamba2"], **case) is None
+    assert decay_spans.why_not(RULES["mamba2"], **case | changed) == reason
+    with pytest.raises(KernelUnavailable, match="no kernel for rules with a delta; the kernel blocks runs here"):
+        mixer.chosen_kernel("triton", RULES["kda"], **case)
+    assert mixer.chosen_kernel("triton", RULES["mamba2"], **case) == "triton"
+
+
 def test_the_kernel_of_linear_attention(monkeypatch):
     cpu = FLA | {"device": torch.device("cpu")}
     assert mixer.chosen_kernel("auto", RULES["kda"], **cpu) == mixer.chosen_kernel("blocks", RULES["kda"], **cpu)
     with pytest.raises(KernelUnavailable, match='kernel="fla": needs a GPU; the kernel blocks runs here'):
         mixer.chosen_kernel("fla", RULES["kda"], **cpu)
-    with pytest.raises(KernelUnavailable, match="no such kernel of linear attention, only auto, fla, blocks"):
-        mixer.chosen_kernel("triton", RULES["kda"], **cpu)
-    monkeypatch.setattr(mixer, "why_not", lambda *_, **__: None)
+    with pytest.raises(KernelUnavailable, match="no such kernel of linear attention, only auto, fla, triton, blocks"):
+        mixer.chosen_kernel("warp", RULES["kda"], **cpu)
+    monkeypatch.setattr(fla_kernels, "why_not", lambda *_, **__: None)
     assert mixer.chosen_kernel("auto", RULES["kda"], **FLA) == mixer.chosen_kernel("fla", RULES["kda"], **FLA) == "fla"
     assert mixer.chosen_kernel("blocks", RULES["kda"], **FLA) == "blocks"
 

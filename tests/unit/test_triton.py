@@ -167,6 +167,23 @@ def test_states_of_linear_attention(interpreted, rule, keys, values):
 
 
 @pytest.mark.parametrize(
+    "sizes, rows, starts, packed, skip, dtype, states",
+    [
+        ((130, 1, 1, 2, 20, 12), (3, 130), (3, 70, 71), True, True, torch.float32, 1),  # segments of a block
+        ((150, 2, 2, 4, 32, 16), (0, 150), (), False, False, torch.float32, 2**27),
+        ((150, 1, 1, 4, 32, 16), (0, 150), (0, 5, 64, 127), False, True, torch.float32, 2**27),
+        ((70, 1, 2, 2, 16, 40), (0, 70), (69,), True, False, torch.float32, 2**27),
+        ((130, 1, 2, 4, 64, 64), (0, 130), (40,), True, True, torch.bfloat16, 2**27),
+    ],
+)
+@pytest.mark.usual(3)
+def test_kernels_for_rules_without_a_delta(interpreted, sizes, rows, starts, packed, skip, dtype, states):
+    """States at both ends, maps, starts of documents, groups of heads, and blocks that are not full."""
+    errors = interpreted(triton_cases.errors_of_decays, sizes, rows, starts, packed, skip, dtype, states)
+    assert all(error < (1e-5 if dtype == torch.float32 else 1e-2) for error in errors), errors
+
+
+@pytest.mark.parametrize(
     "sizes",
     [
         {"b": 2, "h": 4, "hk": 2, "d": 24, "dv": 40},

@@ -152,6 +152,23 @@ def test_states_of_linear_attention_compile(compiler, capability, keys, values, 
         assert all(loop.spills == 0 for loop in taken.loops), which
 
 
+def _decay_resources(capability: int, *shape: int) -> dict:
+    from benchmarks.triton_compile import decay_example, resources
+
+    return {name: resources(launch, capability) for name, launch in decay_example(*shape).items()}
+
+
+@needs_triton
+@pytest.mark.parametrize("capability, keys", [(90, 128), *also_in_full((80, 128), (100, 128), (90, 64))])
+@pytest.mark.lab
+def test_kernels_for_rules_without_a_delta_compile(compiler, capability, keys):
+    """No loop spills. On an A100 the gradients of values, which have no loop, spill some registers."""
+    for which, taken in compiler(capability, keys, 64, function=_decay_resources).items():
+        assert taken.programs >= 1 and sum(taken.products.values()), which
+        assert all(loop.spills == 0 for loop in taken.loops), which
+        assert taken.spills <= (200 if (capability, which) == (80, "value grads") else 0), which
+
+
 @needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -24,10 +24,11 @@ from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Spans, positions
+from megatron.context_parallel.layout.spans import Span, Spans, positions
 from megatron.context_parallel.layout.tiles import tiles
-from megatron.context_parallel.linear_attention import block_scan
+from megatron.context_parallel.linear_attention import block_scan, decay_spans
 from megatron.context_parallel.linear_attention.rules import RULES, prepare
+from megatron.context_parallel.linear_attention.span_maps import BlockSpans
 from megatron.context_parallel.positions.position_dropout import LANES, LEVELS, Dropout
 from megatron.decisions import block_sizes
 from megatron.decisions.block_sizes import Blocks, BlockTable
@@ -298,6 +299,52 @@ def launched(table: BlockTable | None, dtype: torch.dtype, **options: float) -> 
 def before_nan(x: Tensor) -> Tensor:
     """x in memory that goes on with NaN, which must not be read."""
     return torch.cat([x.flatten(), torch.full((2**12,), torch.nan)])[: x.numel()].view(x.shape)
+
+
+def errors_of_decays(
+    sizes: tuple[int, ...],
+    rows: Span,
+    starts: tuple[int, ...],
+    packed: bool,
+    skip: bool,
+    dtype: torch.dtype,
+    states: int,
+) -> list[float]:
+    """Errors of a span's outputs, of the state after it and of all gradients by the kernels for rules without a delta,
+    against blocks in float64.
+
+    Args:
+        sizes: tokens, samples, key heads, heads, keys, values. ``starts``: tokens that forget all before them.
+        packed: the state before the span is a map; then R is compared, too.
+        states: elements of states that are kept at a time.
+    """
+    (length, b, key_heads, heads, keys, values), draw = sizes, torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(length, b, key_heads, keys), dim=-1) for _ in range(2))
+    gates = [-torch.nn.functional.softplus(normal(length, b, heads) - 2), normal(length, b, heads).sigmoid()]
+    gates[0][list(starts)] = -torch.inf
+    gates += [normal(1, 1, heads).expand(length, b, heads)] if skip else []
+    wide = normal(length, b, heads, values + 3).to(dtype)  # v and the gradient of the outputs are not contiguous
+    x = [q.to(dtype), k.to(dtype), wide[..., 1 : values + 1], *(gate.float() for gate in gates)]
+    dout = normal(b, heads, length, values).to(dtype).permute(2, 0, 1, 3)
+    state, dstate = normal(b, heads, keys, values), normal(b, heads, keys, values)
+    if packed:
+        state = torch.cat((normal(b, heads, 1, 1).expand(-1, -1, keys, 1), state), dim=-1)
+    results = []
+    for spans, kind in ((decay_spans.DecaySpans(RULES["mamba2"]), None), (BlockSpans(RULES["mamba2"]), torch.float64)):
+        own, given, before, after = [one.to(kind) for one in x], dout.to(kind), *(
+            one.to(kind or torch.float32) for one in (state, dstate)
+        )  # fmt: skip
+        out, grads = torch.zeros_like(own[2]), [torch.zeros_like(one) for one in own]
+        reads = [out.new_zeros(rows[1] - rows[0], b, heads, keys)] if packed else []
+        with mock.patch.object(decay_spans, "STATES", states):
+            entries, end = spans.outputs(own, rows, before, out, *reads)
+            start = spans.grads(own, rows, [one[..., -values:] for one in entries], given, after, grads)
+        results.append([end, start, *reads, *(one[slice(*rows)] for one in (out, *grads))])
+    return [float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in zip(*results)]
 
 
 def errors_of_states(name: str, keys: int, values: int) -> list[float]:

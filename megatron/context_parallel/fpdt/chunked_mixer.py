@@ -24,6 +24,7 @@ from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
 from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions_of
+from megatron.context_parallel.linear_attention.decay_spans import DecaySpans
 from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans
 from megatron.context_parallel.linear_attention.mixer import StateRoute, route_of
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA, LinearRule
@@ -138,7 +139,7 @@ class _Pass:
         rows = self.layout.chunk_rows[chunk] if self.route.ulysses else self.rows[chunk]
         return positions_of((rows,), self.route.spans)
 
-    def local(self, chunk: int) -> FlaSpans | BlockSpans:
+    def local(self, chunk: int) -> FlaSpans | DecaySpans | BlockSpans:
         return self.route.local(self.layer.linear, self.spans_of(chunk))
 
     # ---- from x to q, k, v, g and beta

@@ -28,7 +28,9 @@ from megatron.context_parallel.attention.ulysses import (
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans
-from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans, why_not
+from megatron.context_parallel.linear_attention import decay_spans, fla_kernels
+from megatron.context_parallel.linear_attention.decay_spans import DecaySpans
+from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans
 from megatron.context_parallel.linear_attention.rules import RULES, LinearRule
 from megatron.context_parallel.linear_attention.span_exchange import (
     Ends,
@@ -87,8 +89,8 @@ def linear_attention(
             such list for all samples; () if each sample is one document. No state passes from a document to another.
         exchange: ``gather``, ``relay``, ``heads`` (decisions/state_exchange.py), or ``auto``: the one with the fewest
             bytes. ``heads`` needs a number of heads that the Ulysses degree divides.
-        kernel: ``fla``, the kernels of fla-core for GPUs; ``blocks``, this program's, which run anywhere; ``auto``: the
-            first of the two that can run.
+        kernel: ``fla``, the kernels of fla-core for GPUs; ``triton``, this program's for rules without a delta, also
+            for GPUs; ``blocks``, which runs anywhere; ``auto``: fla where it can run, else blocks.
 
     Returns:
         [s_local, b, heads, V], in the dtype of v. Under autocast q, k and v are cast first. States and
@@ -162,10 +164,10 @@ class StateRoute:
         """Whether this rank has all tokens and heads."""
         return self.ulysses is None and self.axis.size == 1
 
-    def local(self, rule: LinearRule, spans: Spans) -> FlaSpans | BlockSpans:
+    def local(self, rule: LinearRule, spans: Spans) -> FlaSpans | DecaySpans | BlockSpans:
         """Computes the rows at ``spans``, as :meth:`arrange` has them."""
         if self.kernel != "fla":
-            return BlockSpans(rule)
+            return DecaySpans(rule) if self.kernel == "triton" else BlockSpans(rule)
         return FlaSpans(rule, document_starts(self.ends, spans) if self.ends else None)
 
     @property
@@ -224,7 +226,7 @@ def route_of(
 def chosen_kernel(
     name: str, rule: LinearRule, *, device: torch.device, dtype: torch.dtype, keys: int, values: int
 ) -> str:
-    """``fla`` or ``blocks``.
+    """``fla``, ``triton`` or ``blocks``.
 
     Raises:
         KernelUnavailable: a ValueError: there is no such kernel, or it cannot run.
@@ -233,10 +235,11 @@ def chosen_kernel(
         raise KernelUnavailable(name, f"no such kernel of linear attention, only {', '.join(LINEAR_KERNELS)}")
     if name == "blocks":
         return name
-    reason = why_not(rule, device=device, dtype=dtype, keys=keys, values=values)
-    if reason and name == "fla":
+    kernel = decay_spans if name == "triton" else fla_kernels
+    reason = kernel.why_not(rule, device=device, dtype=dtype, keys=keys, values=values)
+    if reason and name != "auto":
         raise KernelUnavailable(name, f"{reason}; the kernel blocks runs here")
-    return "blocks" if reason else "fla"
+    return "blocks" if reason else ("fla" if name == "auto" else name)
 
 
 def state_sizes(rule: LinearRule, inputs: Inputs) -> StateSizes:

@@ -51,8 +51,8 @@ def left_out(config: Config) -> list[str]:
         notes.append(f"--fp8-format {config.model.fp8_format}: FP8 needs a GPU; checked in bf16")
     if config.attention.attention_kernel not in ("auto", "cpu", "math"):
         notes.append(f"--attention-kernel {config.attention.attention_kernel}: checked with the CPU's kernel")
-    if config.attention.linear_attention_kernel == "fla":
-        notes.append("--linear-attention-kernel fla: checked with the kernels of this program")
+    if (kernel := config.attention.linear_attention_kernel) in ("fla", "triton"):
+        notes.append(f"--linear-attention-kernel {kernel}: checked with the kernel blocks")
     if config.attention.mask_function or config.attention.sparse_pattern.endswith(".json"):
         notes.append(f"--seq-length {config.data.seq_length}: checked with the mask for {LENGTH} tokens")
     if config.model.num_experts and config.parallel.expert_model_parallel_size > 1:

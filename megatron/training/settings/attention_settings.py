@@ -53,8 +53,8 @@ class AttentionConfig:
     attention_kernel: str = flag("auto", "kernel of one attention tile", choices=["auto", *KERNELS])
     linear_attention_kernel: str = flag(
         "auto",
-        "kernels of layers with a state: those of fla-core, or this program's, which run anywhere; auto: fla where it "
-        "can run",
+        "kernels of layers with a state: those of fla-core; triton: ours for Mamba2 on GPUs; blocks: these run "
+        "anywhere; auto: fla where it can run, else blocks",
         choices=LINEAR_KERNELS,
     )
     attention_block_sizes: str | None = flag(
