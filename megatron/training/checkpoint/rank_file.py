@@ -15,6 +15,7 @@ import pickle
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ class Writer(filesystem.FileSystemWriter):
         """Write ``.metadata``: where each tensor of all ranks lies."""
         metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        metadata.storage_meta = self.storage_meta()
+        # As text: Python before 3.13 cannot unpickle a Path of Python 3.13, so that core could not read the checkpoint.
+        metadata.storage_meta = replace(self.storage_meta(), checkpoint_id=str(self.path))
         write_bytes(Path(self.path) / filesystem._metadata_fn, pickle.dumps(metadata), sums)
 
 
