@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fpdt, peers
+from benchmarks import fpdt, layer_work, peers
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, kernels, pictures, predict, program, rates, run_tests, step
 from benchmarks.gpu.ahead import compiled
@@ -115,6 +115,17 @@ def test_kernels_are_compiled_in_parallel_into_the_cache_on_disk(tmp_path, monke
     assert result["kernels"] == 4 and len(result["not_compiled"]) == 1, result
     made = set(tmp_path.rglob("*.cubin"))
     assert compiled(jobs, 90, processes=1)["kernels"] == 4 and set(tmp_path.rglob("*.cubin")) == made
+
+
+def test_launches_and_bytes_of_a_layer_by_name() -> None:
+    """RMSNorm, RoPE, SwiGLU and the residual are one launch each way; recompute repeats those of the forward pass."""
+    machine, found = load("H200-141G"), {}
+    for mode in ("none", "recompute"):
+        layer, rest = layer_work.layer_and_rest(program.Plan(2, 256, mode), TINY, machine)
+        names = {name: count for (_, name, _), (count, _) in layer_work.by_name(layer).items()}
+        found[mode] = names["rms_norm"], names["rms_norm_backward"], names["_rotate"], names["swiglu"]
+        assert layer_work.by_name(rest)["memory", "fused_adam", False][0] > 0 and layer_work.totals(layer)[0] <= 34
+    assert found == {"none": (2, 2, 4, 1), "recompute": (4, 2, 6, 2)}
 
 
 def test_the_report_compares_the_predicted_kernel_with_the_fastest() -> None:
