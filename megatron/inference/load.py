@@ -23,32 +23,6 @@ from megatron.training.refusal import Refusal, together
 from megatron.training.settings.config import Config, DataConfig
 from megatron.training.setup import Runtime
 
-# The settings of training that generation reads; other flags are refused.
-READ = {
-    "parallel": "tensor_model_parallel_size context_parallel_size ulysses_parallel_size ring_parallel_size "
-    "hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance pipeline_model_parallel_size "
-    "expert_model_parallel_size expert_tensor_parallel_size moe_token_dispatcher_type distributed_backend "
-    "distributed_timeout_minutes network_interface",
-    "attention": "attention_kernel attention_mask window_size window_global_tokens window_attn_skip_freq mask_function "
-    "mask_cpu_threshold",
-    "data": "micro_batch_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
-    "tiktoken_num_special_tokens",
-    "model": "vocab_size make_vocab_size_divisible_by padded_vocab_size transformer_impl",
-    "run": "device seed",
-}
-WHY = {
-    "sequence_parallel": "one new token has no sequence to split over TP",
-    "fpdt": "prompts are read through the ring at once, not in chunks",
-    "ffn_chunks": "prompts are read at once, not in chunks",
-    "partition_position_embedding": "a new token may have any position, so each rank holds the complete table",
-    "zero_stage": "each rank holds the complete weights of its TP part and stage; use TP or PP to split them",
-    "fp8_format": "FP8 layers are not tested with single tokens; use --dtype bf16",
-    "num_virtual_stages_per_pipeline_rank": "each rank has one pipeline stage, and stages work one after the other",
-    "num_layers_per_virtual_pipeline_stage": "each rank has one pipeline stage, and stages work one after the other",
-    "pipeline_model_parallel_layout": "stages hold equal numbers of layers",
-    "bf16": "use --dtype bf16",
-    "fp16": "use --dtype fp16",
-}
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
              "tiktoken_num_special_tokens")  # fmt: skip
 DTYPES = ("fp32", "bf16", "fp16")
@@ -73,7 +47,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
     """A checked configuration of the model in ``load``.
 
     Args:
-        words: flags of training; only those of the settings in :data:`READ` are accepted.
+        words: flags of training; only those of the settings in ``generation`` in their fields are accepted.
         step: iteration of the checkpoint; default the latest.
         dtype: dtype of the computation; default the checkpoint's.
         world: number of processes.
@@ -120,15 +94,16 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
 
 def _given(words: Sequence[str]) -> set[str]:
     """Names of the settings that the flags set. Raises Refusal if a flag is unsupported."""
-    known = {flag: (section, field.name) for section, _, field in settings() for flag in spellings(field)}
+    known = {flag: field for _, _, field in settings() for flag in spellings(field)}
     names = set()
     for flag, *_ in options(words):
-        section, name = known.get(flag, ("", ""))
-        if section and name not in READ.get(section, "").split():
-            why = WHY.get(name, "generation does not use this flag of training")
+        if (field := known.get(flag)) is None:
+            continue
+        if (reads := field.metadata.get("generation")) is not True:
+            why = reads or "generation does not use this flag of training"
             raise Refusal(f"{flag} is not for generation: {why}; leave {flag} out")
-        names.add(name)
-    return names - {""}
+        names.add(field.name)
+    return names
 
 
 def check_experts(config: Config, load: str) -> None:

@@ -19,8 +19,8 @@ import pytest
 
 from megatron.training.arguments import validate
 from megatron.training.arguments.parser import parse, settings, spellings
-from megatron.training.arguments.unused_flags import READERS
 from megatron.training.refusal import Refusal
+from megatron.training.settings.flag import every as each
 from tests.unit.built_from_flags import built
 
 BASE = (
@@ -264,63 +264,15 @@ WITHOUT --global-batch-size | --gradient-accumulation-steps 3 | micro-batches sa
 | --eval-interval 5 | evaluations
 """
 
-# Settings whose effect is a file, a message or a number of a run: the tests that show it.
-SHOWN = {
-    "tests/unit/test_data.py": "train_weighted_split_paths train_weighted_split_paths_path valid_weighted_split_paths "
-    "valid_weighted_split_paths_path test_weighted_split_paths test_weighted_split_paths_path "
-    "data_args_path data_file_list per_split_data_args_path "
-    "data_path train_data_path valid_data_path test_data_path split data_cache_path "
-    "mock_data num_dataset_builder_threads eod_mask_loss reset_position_ids reset_attention_mask "
-    "num_workers",
-    "tests/unit/test_refusals.py": "step_batch_size_schedule",
-    "tests/unit/test_packing.py": "packing packing_window data_config seq_length_schedule",
-    "tests/unit/test_sources.py": "object_storage_cache_path",
-    "tests/unit/test_chats.py": "sft sft_tokenizer_prompt_format sft_over_length",
-    "tests/distributed/test_preferences.py": "dpo dpo_loss dpo_beta dpo_label_smoothing dpo_margin dpo_reference",
-    "tests/unit/test_fim.py": "fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix "
-    "fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token",
-    "tests/unit/test_batches.py": "dataloader_type",
-    "tests/unit/test_checkpoint_args.py": "use_checkpoint_args",
-    "tests/unit/test_genome.py": "vocab_size tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern "
-    "tiktoken_num_special_tokens",
-    "tests/distributed/test_training.py": "mask_function",
-    "tests/distributed/test_convert_checkpoint.py": "universal_checkpoint",
-    "tests/distributed/test_loss.py": "embed_layernorm",
-    "tests/distributed/test_muon.py": "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode "
-    "muon_extra_scale_factor muon_coefficient_type muon_num_ns_steps muon_fp32_matmul_prec muon_tp_mode",
-    "tests/distributed/test_checkpoint.py": "load ckpt_step finetune exit_on_missing_checkpoint",
-    "tests/distributed/test_whole_checkpoints.py": "async_save keep_last_checkpoints skip_damaged_checkpoints",
-    "tests/distributed/test_copies_in_memory.py": "non_persistent_save_interval non_persistent_ckpt_type "
-    "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication",
-    "tests/unit/test_copies.py": "replication_jump replication_factor",
-    "tests/distributed/test_switches.py": "reset_iteration rampup_seq_length keep_best_checkpoints load_optim "
-    "save_optim save_rng load_rng pretrained_checkpoint save_retain_interval manual_gc manual_gc_interval "
-    "check_for_nan_in_loss_and_grad",
-    "tests/distributed/test_bad_batches.py": "skip_bad_batches rollback_on_bad_batch iterations_to_skip "
-    "check_for_spiky_loss check_for_large_grads spike_factor",
-    "tests/distributed/test_replicas.py": "check_weight_hash_across_dp_replicas_interval log_straggler",
-    "tests/unit/test_foreign_flags.py": "ckpt_format",
-    "tests/faults/test_kills.py": "elastic elastic_grids",
-    "tests/unit/test_evaluation.py": "eval_tasks eval_lengths eval_depths eval_samples eval_haystack eval_files "
-    "eval_stride",
-    "tests/distributed/test_evaluation.py": "eval_output",
-    "tests/unit/test_validate.py": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-    "tests/unit/test_memory.py": "profile_memory profile_memory_step",
-    "tests/distributed/test_program.py": "device eval_iters skip_train exit_interval save save_interval log_interval "
-    "log_jsonl log_throughput log_params_norm log_progress tensorboard_dir profile profile_step_start profile_step_end "
-    "profile_ranks use_pytorch_profiler profile_shapes profile_stacks",
-    "tests/unit/test_cost.py": "dry_run_jitter",
-    "tests/unit/test_dry_run.py": "dry_run world_size gpu dry_run_json",
-    "tests/distributed/test_dry_run.py": "dry_run_expert_imbalance",
-    "tests/distributed/test_network.py": "network_interface",
-    "tests/distributed/test_experts.py": "moe_router_bias_update_rate",
-    "tests/distributed/test_latent_attention.py": "latent_exchange",
-    "tests/unit/test_flag_effects.py": "distributed_backend distributed_timeout_minutes tensorboard_log_interval "
-    "tensorboard_queue_size wandb_project wandb_exp_name wandb_save_dir wandb_entity peak_tflops progress "
-    "exit_duration_in_mins dry_run_every_layer dry_run_trace_events",
-}
+# Settings whose effect is a file, a message or a number of a run are shown by another test, which names them.
+TESTS = Path(__file__).parents[1]
+NAME_ALL = {"test_flag_effects.py", "test_check_script.py", "test_help.py", "test_same_network.py"}  # or very many
+ELSEWHERE = [
+    path.read_text()
+    for path in (*TESTS.glob("unit/test_*.py"), *TESTS.glob("distributed/test_*.py"), *TESTS.glob("faults/test_*.py"))
+    if path.name not in NAME_ALL
+]
 ALWAYS = {"exit_signal_handler"}  # its help says that it is always on
-FOREIGN = Path(__file__).with_name("test_foreign_flags.py")  # every setting of another program
 
 
 def rows() -> list[tuple[str, str, str]]:
@@ -360,15 +312,12 @@ def names(flag: str, field: str, text: str) -> bool:
 
 def test_every_setting_has_a_test_of_its_effect():
     probed = [word for _, flags, _ in rows() for word in flags.split() if word.startswith("--")]
-    cited = {field: path for path, fields in SHOWN.items() for field in fields.split()}
-    root = Path(__file__).parents[2]
-    for section, _, field in settings():
+    own = Path(__file__).read_text()
+    for _, _, field in settings():
         flag = spellings(field)[0]
-        if flag in probed or field.name in ALWAYS:
+        if flag in probed or field.name in ALWAYS or names(flag, "-", own):
             continue
-        path = FOREIGN if section == "foreign" else root / cited[field.name]  # KeyError: test what the flag does
-        field_name = "-" if path.name == Path(__file__).name else field.name  # this file lists the names itself
-        assert names(flag, field_name, path.read_text()), f"{path} does not show {flag}"
+        assert any(names(flag, field.name, text) for text in ELSEWHERE), f"test what {flag} does"
 
 
 # ---- flags without a reader
@@ -409,16 +358,19 @@ def test_every_setting_has_a_test_of_its_effect():
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",
         "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",
+        "--profile-step-start 3 --profile-step-end 5 --profile-ranks 1 --use-pytorch-profiler --record-shapes",
+        "--pytorch-profiler-collect-callstack --profile --device cuda",
     ],
 )
 def test_settings_that_nothing_reads_get_a_note(flags: str):
     """The note names the first flag and others with the same reader; flags that are read have no note."""
     config = parse(f"{BASE} --train-iters 20 {flags}".split(), world_size=RANKS)
     (note,) = [note for note in config.notes if "no effect here" in note]
-    reader = next(entry for entry in READERS if f"({entry[0]})" in note)
+    by_text = {one.text: one for _, _, field in settings() for one in each(field, "read_with")}
+    reader = by_text[note.partition("(")[2].removesuffix(")")]
     named = [spelling for _, _, field in settings() for spelling in spellings(field)[:1] if names(spelling, "-", note)]
     wanted = [flag for flag in re.findall(r"--[\w-]+", flags) if flag in note.split("(")[0]]
-    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(named) and not reader[1](config)
+    assert wanted and flags.split()[0] in wanted and set(wanted) <= set(named) and not reader.holds(config)
 
 
 def test_settings_that_are_read_get_no_note():

@@ -1024,7 +1024,7 @@ def test_no_such_iteration(tmp_path: Path, ours: Path, capsys) -> None:
         ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
         ({"position_embedding_type": "learned_absolute"}, "--position-embedding-type learned_absolute"),
         ({"add_qkv_bias": True}, "--add-qkv-bias True"),
-        ({"qk_layernorm": True, "rotary_percent": 0.5}, "--qk-layernorm True, --rotary-percent 0.5"),
+        ({"qk_layernorm": True, "rotary_percent": 0.5}, "--rotary-percent 0.5, --qk-layernorm True"),
         ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0}, "can name only one"),
     ],
     ids=str,

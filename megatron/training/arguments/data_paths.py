@@ -54,15 +54,6 @@ def parse_split(split: str | None) -> str:
     return split
 
 
-def may_have_url(data: DataConfig) -> bool:
-    """Whether a flag of data names a URL, or a file that may have some."""
-    if data.data_args_path or data.data_file_list or data.per_split_data_args_path or data.data_config:
-        return True
-    weighted = [getattr(data, name) for name in WEIGHTED]
-    given = data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path, *weighted
-    return any("://" in word for words in given for word in ([words] if isinstance(words, str) else words or ()))
-
-
 WEIGHTED = [f"{split}_weighted_split_paths{kind}" for kind in ("", "_path") for split in ("train", "valid", "test")]
 FORM = '"NAME: WEIGHT START:STOP PATH, WEIGHT START:STOP PATH"'
 NUMBER = r"(\d+\.?\d*|\.\d+)"

@@ -24,16 +24,10 @@ from megatron.training.families.named import preset
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all, short
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import Config
+from megatron.training.settings.flag import ALWAYS, name_of, names_with
 from megatron.training.settings.same_network import attention_settings, shown
 from megatron.training.untrusted.largest_numbers import MOST, most
 
-# ``--use-checkpoint-args``: for these settings the checkpoint wins over the flags, as in Megatron-LM
-# (load_args_from_checkpoint in its megatron/training/checkpointing.py); for the others, flags that are given win.
-CHECKPOINT_WINS = """
-    num_query_groups group_query_attention position_embedding_type rotary_base rotary_percent rotary_interleaved
-    add_bias_linear add_qkv_bias squared_relu swiglu untie_embeddings_and_output_weights apply_layernorm_1p
-    normalization attention_dropout hidden_dropout
-""".split()
 # With --finetune and a longer sequence than the checkpoint's, these flags win: they stretch its positions.
 POSITIONS = ("position_embedding_type", "rotary_base", "rotary_percent")
 ShapeOf = Callable[[str, int | None, bool], dict[str, Any] | None]
@@ -64,13 +58,14 @@ def take_checkpoint_args(config: Config, given: Collection[str], shape_of: Shape
         config.notes.append(f"--use-checkpoint-args: {folder} has no checkpoint yet, so the flags are used")
         return
     overridden, mask, stretched = [], [], _longer_than(saved, config, given)
+    wins = names_with(config.model, "loaded", ALWAYS)
     for name, value in _with_mask_of(config, given, saved).items():
         section = "data" if name == "seq_length" else "attention" if name in attention_settings() else "model"
         part = getattr(config, section)
         if not hasattr(part, name):
             continue
         is_given = f"{section}.{name}" in given
-        if is_given and (name not in CHECKPOINT_WINS or (stretched and name in POSITIONS)):
+        if is_given and (name not in wins or (stretched and name in POSITIONS)):
             continue
         if is_given and getattr(part, name) != value:
             overridden.append(f"{name.replace('_', '-')} {getattr(part, name)} -> {value}")
@@ -219,22 +214,6 @@ def _read(
     return complete(choose_grid(config, processes(config, world_size), complete, fastest), world_size)
 
 
-# What a stage of --seq-length-schedule may set for itself: nothing that changes the model, its data or its updates.
-OF_A_STAGE = """
-    tensor_model_parallel_size sequence_parallel context_parallel_size ulysses_parallel_size ring_parallel_size
-    hierarchical_context_parallel_sizes cp_comm_type context_parallel_balance linear_attention_exchange
-    latent_exchange expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-    microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout
-    elastic_grids zero_stage
-    use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size attention_kernel
-    linear_attention_kernel attention_block_sizes recompute_granularity recompute_method recompute_num_layers
-    keep_attention recompute_activations fpdt fpdt_chunk_size fpdt_offload fpdt_stream_hidden ffn_chunks loss_chunks
-    offload_checkpoints micro_batch_size gradient_accumulation_steps global_batch_size num_workers
-""".split()
-
-
 def _stages(
     words: list[str],
     given: Mapping[str, Any],
@@ -255,11 +234,12 @@ def _stages(
     stages = read_schedule(given["data.seq_length_schedule"])
     defaults = {**(defaults or {}), "model.max_position_embeddings": max(length for _, length, _ in stages)}
     common = flat(option for option in options(words) if option[0] != SCHEDULE)
+    of_a_stage = [f"{section}.{field.name}" for section, _, field in settings() if field.metadata.get("stage")]
     configs, refused = [], []
     for _, length, flags in stages:
         try:
             names = _namespace(plain(flags, *_kinds()), Gather())[0]
-            own = [name for name in vars(names) if name != "spelled" and name.split(".")[-1] not in OF_A_STAGE]
+            own = [name for name in vars(names) if name != "spelled" and name not in of_a_stage]
             if own or len(flags) and not flags[0].startswith("-"):
                 raise Refusal(shlex.join(flags), "cannot be of one stage alone: give it for the run")
             configs.append(read([*common, "--seq-length", str(length), *flags], defaults))
@@ -326,8 +306,7 @@ def settings() -> Iterator[tuple[str, str, Field]]:
 
 def spellings(field: Field) -> list[str]:
     """Every spelling of a setting's flag; the first is its name."""
-    own = field.metadata.get("flags") or ["--" + field.name.replace("_", "-")]
-    return [*own, *field.metadata.get("aliases", [])]
+    return [name_of(field), *field.metadata.get("flags", [])[1:], *field.metadata.get("aliases", [])]
 
 
 @cache

@@ -12,19 +12,8 @@ from megatron.training.settings.config import Config
 
 LENGTH, HEAD_SIZE, VOCABULARY = 64, 16, 301
 AXES = ("tensor", "ulysses", "ring", "pipeline", "data")
-# WHOLE: sections whose settings say what is computed. SINGLE: such settings in the other sections.
+# Sections whose settings say what is computed, except where their fields deny it.
 WHOLE = ("model", "attention", "chunks", "optimizer")
-SINGLE = {
-    "data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss", "run.seed", "run.deterministic_mode",
-    "parallel.partition_position_embedding", "parallel.zero_stage", "parallel.overlap_grad_reduce",
-    "parallel.overlap_param_gather", "parallel.ddp_bucket_size", "parallel.grad_reduce_in_bf16",
-    "parallel.sequence_parallel", "parallel.context_parallel_balance",
-}  # fmt: skip
-# Settings of these sections that do not matter for a few steps on a CPU, or need a GPU or files.
-LEFT_OUT = {
-    "model.model", "model.transformer_impl", "model.padded_vocab_size", "model.make_vocab_size_divisible_by",
-    "attention.attention_kernel", "attention.attention_block_sizes", "attention.linear_attention_kernel",
-}  # fmt: skip
 
 
 def small_flags(config: Config) -> list[str]:
@@ -97,8 +86,8 @@ def _settings_of(config: Config) -> dict[str, Any]:
         part = getattr(config, section.name)
         for field in fields(part) if section.name not in ("notes",) and hasattr(part, "__dataclass_fields__") else ():
             name, value = f"{section.name}.{field.name}", getattr(part, field.name)
-            kept = section.name in WHOLE and not field.name.startswith(("lr_", "fp8")) or name in SINGLE
-            if kept and name not in LEFT_OUT and value != getattr(getattr(default, section.name), field.name):
+            usual = section.name in WHOLE and not field.name.startswith(("lr_", "fp8"))
+            if field.metadata.get("computes", usual) and value != getattr(getattr(default, section.name), field.name):
                 result[name] = value
     return result
 

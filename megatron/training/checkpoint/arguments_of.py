@@ -13,17 +13,15 @@ from typing import Any
 
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
-from megatron.training.checkpoint.megatron_lm.megatron_args import NOT_READ, attention_of, namespace, settings_of
+from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of, namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.data.tokenizer import Tokenizer, check_vocab
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.flag import NEVER, names_with
 from megatron.training.settings.same_network import attention_settings
-
-# Fields of ModelConfig that the run sets itself.
-NOT_FROM_CHECKPOINT = (*NOT_READ, "fp8_format")
 
 
 def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) -> dict[str, Any] | None:
@@ -42,7 +40,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
     path = checkpoint_path(Path(folder), step, whole=not skip)
     if path is None:
         return None
-    known = {field.name for field in fields(ModelConfig)} - set(NOT_FROM_CHECKPOINT)
+    known = {field.name for field in fields(ModelConfig)} - set(names_with(ModelConfig, "loaded", NEVER))
     if is_hugging_face(path):
         file = glance(path, "config.json").file("config.json")
         model = architectures.described(llama_settings.read_config(file), file)

@@ -51,9 +51,8 @@ from megatron.training.model.core_config import compute_dtype
 from megatron.training.model.weights import unwrap
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import CheckpointConfig, Config, ModelConfig
+from megatron.training.settings.flag import ADAPTERS, names_with
 from megatron.training.settings.same_network import differences, flat, of_run
-
-LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weights_only: bool) -> bool:
@@ -80,7 +79,7 @@ def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weig
         wrong = [
             f"--{name.replace('_', '-')} {_flag_value(saved[name])} in the checkpoint, "
             f"{_flag_value(getattr(model, name))} in this run"
-            for name in LORA_SETTINGS
+            for name in names_with(ModelConfig, "network", ADAPTERS)
             if name in saved and saved[name] != getattr(model, name)
         ]
         if wrong:

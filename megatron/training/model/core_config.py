@@ -19,21 +19,8 @@ from megatron.training.arguments.stages import chunk_layers
 from megatron.training.arguments.validate.check_memory import layers_recompute
 from megatron.training.model.weight_gradients import products_add
 from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.flag import for_core
 from megatron.training.settings.models import activation, is_gated
-
-# Settings of the model with the same name in core.
-SAME_IN_CORE = """
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization
-    add_bias_linear add_qkv_bias qk_layernorm softmax_type softmax_scale attention_output_gate
-    mtp_loss_scaling_factor
-""".split()
-# Sizes of layers with a state. Core needs the pattern to name the layers in checkpoints. It does not get
-# --experimental-attention-variant: for that it refuses context parallelism.
-LINEAR = """
-    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads
-""".split()
-MAMBA = "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads".split()
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -64,13 +51,10 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         }
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     return kind(
-        **{name: getattr(model, name) for name in SAME_IN_CORE} | latents(model) | linear(model),
-        mtp_num_layers=model.mtp_num_layers,
+        **for_core(model, config) | for_core(parallel, config) | latents(model) | experts(config),
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        layernorm_epsilon=model.norm_epsilon,
-        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
         gated_linear_unit=gated,
         activation_func=ACTIVATIONS[activation(model)],
         # Weights are initialized after construction, see weights.py.
@@ -94,68 +78,48 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         recompute_modules=["core_attn"] if attention.recompute_granularity == "selective" else None,
         # Fused elementwise kernels are compiled by torch.compile: GPUs only.
         bias_activation_fusion=on_gpu and model.swiglu and not (limit or model.glu_linear_offset),
-        glu_linear_offset=model.glu_linear_offset,
-        activation_func_clamp_value=limit,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,
         # Products add to DDP's buffers. FSDP has none, and bf16 buffers are too coarse for sums over chunks.
         gradient_accumulation_fusion=products_add(on_gpu, dtype)
         and not (in_chunks(config) and parallel.grad_reduce_in_bf16)
         and parallel.zero_stage < 2,
+        # Layers that differ have their own names in checkpoints.
+        hetereogenous_dist_checkpoint=model.is_hybrid_model,
         deterministic_mode=config.run.deterministic_mode,
         batch_p2p_comm=on_gpu and not overlap_p2p,
         overlap_p2p_comm=overlap_p2p,
         deallocate_pipeline_outputs=True,
         **fp8,
         **recompute,
-        **experts(config),
     )
 
 
 def latents(model: ModelConfig) -> dict[str, Any]:
-    """core's settings of multi-latent attention. RoPE's are not among them: it is ours."""
+    """What core gets for multi-latent attention besides its settings. RoPE's are not among them: it is ours."""
     if not model.multi_latent_attention:
         return {}
     size, factor = model.kv_channels, model.yarn_rotary_scaling_factor
     sharper = 1.0
     if model.position_embedding_type == "yarn":
         sharper = 0.1 * model.yarn_mscale_all_dim * math.log(factor) + 1.0
-    names = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
-    return {name: getattr(model, name) for name in names} | {
+    return {
         "kv_channels": model.v_head_dim,
         "softmax_scale": sharper**2 / math.sqrt(size),
         "qk_layernorm": False,  # else core sums the gradient of the latent's norm over TP, which has it complete
     }
 
 
-def linear(model: ModelConfig) -> dict[str, Any]:
-    """core's settings of layers with a state."""
-    if model.is_hybrid_model:  # its layers differ, and have their own names in checkpoints
-        return {name: getattr(model, name) for name in MAMBA} | {"hetereogenous_dist_checkpoint": True}
-    return {name: getattr(model, name) for name in LINEAR} if model.experimental_attention_variant else {}
-
-
 def experts(config: Config) -> dict[str, Any]:
-    """core's settings of mixtures of experts, without those that only core's router reads: ours replaces it."""
+    """What core gets for experts besides their settings. Ours replaces its router."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
         return {}
     return {
-        "num_moe_experts": model.num_experts,
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-        "moe_shared_expert_gate": model.moe_shared_expert_gate,
-        "moe_router_topk": model.moe_router_topk,
         # Only read when core checks the number of experts of a token: the router is ours.
         "moe_router_load_balancing_type": "sinkhorn" if router_rule(model).sinkhorn else "none",
         # core 0.16 has no sqrtsoftplus; only our router reads it
         "moe_router_score_function": "softmax" if model.moe_router_score_function == "softmax" else "sigmoid",
-        "moe_router_pre_softmax": model.moe_router_pre_softmax,
-        "moe_router_dtype": model.moe_router_dtype,
-        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
-        "moe_layer_freq": model.moe_layer_freq,
-        "moe_token_dispatcher_type": parallel.moe_token_dispatcher_type,
-        "expert_model_parallel_size": parallel.expert_model_parallel_size,
         # Core reads it only to refuse biases with expert TP, which core/experts.py shares among the ranks.
         "expert_tensor_parallel_size": 1 if model.add_bias_linear else parallel.expert_tensor_parallel_size,
     }

@@ -28,12 +28,7 @@ from megatron.training.model.updates.muon import Muon, use_muon
 from megatron.training.model.updates.update import parts, use_fused_adam, use_multi_tensor_calls
 from megatron.training.model.weights import unwrap
 from megatron.training.settings.config import Config, OptimizerSettings
-
-# Settings with the same name in core.
-SAME_IN_CORE = """
-    optimizer lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm loss_scale
-    initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad
-""".split()
+from megatron.training.settings.flag import for_core
 
 # megatron-core scales fp16 losses only in its optimizers of 16-bit weights. Under FSDP (ZeRO 2 and 3) the weights are
 # fp32 shards, whose optimizer has no loss scale, so `scale_losses` gives it core's scaler.
@@ -118,7 +113,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel | FullySharded], co
     """Adam, SGD or Muon; with ZeRO 1 its states are split over DP x CP, with ZeRO 2 and 3 they follow the weights."""
     settings, parallel = config.optimizer, config.parallel
     fsdp = parallel.zero_stage >= 2  # the optimizer sees fp32 weights, in any compute dtype
-    same = {name: getattr(settings, name) for name in SAME_IN_CORE}
+    same = for_core(settings, config)
     core_settings = OptimizerConfig(
         **same | ({"optimizer": "adam"} if settings.optimizer == "muon" else {}),
         fp16=settings.fp16 and not fsdp,

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from megatron.decisions.kernel_order import KERNELS
 from megatron.decisions.state_exchange import LINEAR_KERNELS
-from megatron.training.settings.flag import FUNCTION, flag, layer_pattern
+from megatron.training.settings.flag import AT_LEAST_1, FUNCTION, NOT_NEGATIVE, flag, layer_pattern
+from megatron.training.settings.read_with import STATES
 
 
 class MaskKind(NamedTuple):
@@ -50,17 +51,24 @@ def window(text: str) -> tuple[int, int]:
 class AttentionConfig:
     """The attention core, and recompute."""
 
-    attention_kernel: str = flag("auto", "kernel of one attention tile", choices=["auto", *KERNELS])
+    attention_kernel: str = flag(
+        "auto", "kernel of one attention tile", choices=["auto", *KERNELS], stage=True, generation=True, computes=False
+    )
     linear_attention_kernel: str = flag(
         "auto",
         "kernels of layers with a state: those of fla-core; triton: ours for Mamba2 on GPUs; blocks: these run "
         "anywhere; auto: fla where it can run, else blocks",
         choices=LINEAR_KERNELS,
+        read_with=STATES,
+        stage=True,
+        computes=False,
     )
     attention_block_sizes: str | None = flag(
         None,
         "FILE of tools/measure_hardware.py --attention: block sizes of the kernel triton, as measured on this GPU",
         type=str,
+        stage=True,
+        computes=False,
     )
     attention_mask: str | None = flag(
         None,
@@ -68,12 +76,14 @@ class AttentionConfig:
         type=str,
         choices=[*MASKS],
         network=FUNCTION,
+        generation=True,
     )
     window_size: tuple[int, int] | None = flag(
         None,
         "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound",
         type=window,
         network=FUNCTION,
+        generation=True,
     )
     window_attn_skip_freq: int | list[int] | None = flag(
         None,
@@ -81,9 +91,13 @@ class AttentionConfig:
         "layer with the window and 0 for the others, as in ([1]*5+[0])*4",
         type=layer_pattern,
         network=FUNCTION,
+        generation=True,
     )
     window_global_tokens: int = flag(
-        0, "first tokens of the sequence, which attend and are attended to outside the window too", network=FUNCTION
+        0,
+        "first tokens of the sequence, which attend and are attended to outside the window too",
+        network=FUNCTION,
+        generation=True,
     )
     sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse", network=FUNCTION)
     sparse_pattern: str = flag(
@@ -104,46 +118,70 @@ class AttentionConfig:
         "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
         type=str,
         network=FUNCTION,
+        generation=True,
     )
     mask_cpu_threshold: int = flag(
         16384,
         "dense masks (of functions and of windows below 32 tokens) are made in host memory, in blocks of rows, if the "
         "sequence is longer than this",
+        range=NOT_NEGATIVE,
+        generation=True,
     )
     recompute_granularity: str | None = flag(
-        None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"]
+        None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"], stage=True
     )
     recompute_method: str | None = flag(
-        None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"]
+        None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"], stage=True
     )
     recompute_num_layers: int | None = flag(
-        None, "layers per recomputed unit (uniform), or per stage (block)", type=int
+        None, "layers per recomputed unit (uniform), or per stage (block)", type=int, range=AT_LEAST_1, stage=True
     )
     keep_attention: bool = flag(
-        False, "layers of --recompute-granularity full keep attention's output and lse, so that it is not recomputed"
+        False,
+        "layers of --recompute-granularity full keep attention's output and lse, so that it is not recomputed",
+        stage=True,
     )
-    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective", stage=True)
 
 
 @dataclass
 class ChunkConfig:
     """Long sequences in chunks that may be kept in host memory (FPDT)."""
 
-    fpdt: bool = flag(False, "attention in pipelined chunks (FPDT)", aliases=["--ds-sequence-parallel-fpdt"])
-    fpdt_chunk_size: int = flag(
-        65536, "longest chunk, in tokens of the complete sequence", aliases=["--ds-sequence-parallel-fpdt-chunk-size"]
+    fpdt: bool = flag(
+        False,
+        "attention in pipelined chunks (FPDT)",
+        aliases=["--ds-sequence-parallel-fpdt"],
+        stage=True,
+        generation="prompts are read through the ring at once, not in chunks",
     )
-    fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"])
+    fpdt_chunk_size: int = flag(
+        65536,
+        "longest chunk, in tokens of the complete sequence",
+        aliases=["--ds-sequence-parallel-fpdt-chunk-size"],
+        range=AT_LEAST_1,
+        stage=True,
+    )
+    fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"], stage=True)
     fpdt_stream_hidden: bool = flag(
-        False, "keep hidden states in host memory too: device memory does not grow with the sequence"
+        False, "keep hidden states in host memory too: device memory does not grow with the sequence", stage=True
     )
     ffn_chunks: int | None = flag(
-        None, "compute the MLP in this many chunks of tokens; default with --fpdt: twice as many as attention", type=int
+        None,
+        "compute the MLP in this many chunks of tokens; default with --fpdt: twice as many as attention",
+        type=int,
+        range=AT_LEAST_1,
+        stage=True,
+        generation="prompts are read at once, not in chunks",
     )
     loss_chunks: int | None = flag(
         None,
         "compute output layer and loss in this many chunks of tokens, which saves the complete logits; default with "
         "--fpdt: 2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
         type=int,
+        range=AT_LEAST_1,
+        stage=True,
     )
-    offload_checkpoints: bool = flag(False, "keep the inputs of recomputed layers (or FPDT layers) in host memory")
+    offload_checkpoints: bool = flag(
+        False, "keep the inputs of recomputed layers (or FPDT layers) in host memory", stage=True
+    )

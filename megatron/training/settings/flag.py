@@ -4,28 +4,112 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import Field, field, fields
+from typing import Any, NamedTuple
 
+from megatron.training.settings.read_with import Condition
 from megatron.training.untrusted.largest_numbers import MOST_LAYERS
 
 # Roles of settings that are part of the network, which a checkpoint and the run that loads it are compared by.
 WEIGHTS = "weights"  # determines the shapes of weights: must agree
 FUNCTION = "function"  # changes what is computed with them: may change where a run begins, but not where it resumes
+ADAPTERS = "adapters"  # of LoRA: must agree, if both have adapters
+# What --use-checkpoint-args does with a setting of the model; with the others, a flag that is given wins.
+ALWAYS = "always"  # the checkpoint wins, as in Megatron-LM (load_args_from_checkpoint in its training/checkpointing.py)
+NEVER = "never"  # the run sets it: the tokenizer does, or it does not change the network
 
 
-def flag(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field that is a command-line flag.
+class Range(NamedTuple):
+    """Which numbers a setting may have, and what a refusal says of the others."""
 
-    ``extra`` may hold ``choices``; ``nargs``; ``type`` (needed when the default is None); ``aliases``, other spellings
-    of the flag; ``flags``, the spellings that replace the one made from the field's name; ``network``, the role of a
-    setting that is part of the network. The flag of a bool field stores True, or False if the default is True and
-    ``flags`` are given.
+    holds: Callable[[float], bool]
+    text: str
+
+
+AT_LEAST_1 = Range(lambda value: value >= 1, "must be at least 1")
+NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
+ABOVE_ZERO = Range(lambda value: value > 0, "must be above 0")
+BELOW_1 = Range(lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1")
+AT_MOST_1 = Range(lambda value: value <= 1, "must be at most 1")
+AT_MOST_A_YEAR = Range(lambda value: value <= 366 * 24 * 60, f"is above {366 * 24 * 60}, a year")
+NOT_TINY = Range(
+    lambda value: value == 0 or value >= 2**-15,
+    "is too small to be distinguished from 0: use 0, or at least 3.1e-05",
+)
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    type: Callable[[str], Any] | None = None,
+    choices: Sequence[Any] | None = None,
+    nargs: int | str | None = None,
+    aliases: Sequence[str] = (),
+    flags: Sequence[str] = (),
+    range: Range | tuple[Range, ...] = (),
+    needs: tuple[str, ...] = (),
+    read_with: Condition | tuple[Condition, ...] = (),
+    network: str | None = None,
+    loaded: str | None = None,
+    stage: bool = False,
+    generation: bool | str = False,
+    computes: bool | None = None,
+    core: bool | str = False,
+) -> Any:
+    """A dataclass field that is a command-line flag, with all that is known of it alone.
+
+    The flag of a bool field stores True, or False if the default is True and ``flags`` are given.
+
+    Args:
+        type: reads one word; needed when the default is None.
+        aliases: other spellings of the flag.
+        flags: the spellings that replace the one made from the field's name.
+        range: the numbers that it may be.
+        needs: settings without which it is refused.
+        read_with: what must hold for it to have an effect; else a note says that it has none.
+        network: its role in the network: WEIGHTS, FUNCTION or ADAPTERS; None: it is not part of it.
+        loaded: what --use-checkpoint-args does with it: ALWAYS or NEVER; None: a flag that is given wins.
+        stage: whether a stage of --seq-length-schedule may set it: it changes no model, data or updates.
+        generation: whether generation reads it; a text: why it does not.
+        computes: whether it says what a step computes, for the small program of tools/certify.py; None: as its section.
+        core: whether megatron-core's configuration gets it; a text: its name there.
     """
-    metadata = {"help": help, **extra}
+    metadata = {name: value for name, value in locals().items() if name != "default" and value not in (None, (), False)}
+    metadata |= {"computes": computes} if computes is not None else {}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def name_of(setting: Field) -> str:
+    """The first spelling of a setting's flag."""
+    return (setting.metadata.get("flags") or ["--" + setting.name.replace("_", "-")])[0]
+
+
+def every(setting: Field, key: str) -> tuple[Any, ...]:
+    """What ``setting`` has of ``key``, one or several."""
+    value = setting.metadata.get(key, ())
+    return value if type(value) is tuple else (value,)
+
+
+def names_with(section: Any, key: str, *values: Any) -> list[str]:
+    """Names of the settings of a section, or of its class, that have ``key``, as one of ``values``."""
+    having = (one for one in fields(section) if key in one.metadata)
+    return [one.name for one in having if not values or one.metadata[key] in values]
+
+
+def for_core(section: Any, config: Any) -> dict[str, Any]:
+    """The settings of ``section`` by their names in megatron-core; of kinds of layers, those that the model has."""
+
+    def used(setting: Field) -> bool:
+        return all(condition.holds(config) for condition in every(setting, "read_with") if condition.layers)
+
+    passed = (one for one in fields(section) if one.metadata.get("core") and used(one))
+    return {
+        one.name if one.metadata["core"] is True else one.metadata["core"]: getattr(section, one.name) for one in passed
+    }
 
 
 def layer_pattern(text: str) -> int | list[int]:

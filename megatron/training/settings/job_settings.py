@@ -5,7 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.settings.flag import flag
+from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, flag
+from megatron.training.settings.read_with import (
+    COPIES,
+    LOAD,
+    PROFILE,
+    PYTORCH_PROFILER,
+    REPLICATION,
+    SAVE,
+    SPIKES,
+    TENSORBOARD,
+    WANDB,
+)
 
 
 @dataclass
@@ -14,57 +25,92 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "folder to save checkpoints in", type=str)
     save_interval: int | None = flag(
-        None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"]
+        None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"], range=AT_LEAST_1
     )
-    save_retain_interval: int | None = flag(None, "keep older checkpoints only at multiples of this", type=int)
-    keep_last_checkpoints: int | None = flag(None, "keep only this many of the newest checkpoints", type=int)
+    save_retain_interval: int | None = flag(
+        None,
+        "keep older checkpoints only at multiples of this",
+        type=int,
+        range=AT_LEAST_1,
+        needs=("save", "save_interval"),
+    )
+    keep_last_checkpoints: int | None = flag(
+        None, "keep only this many of the newest checkpoints", type=int, range=AT_LEAST_1, needs=("save",)
+    )
     keep_best_checkpoints: int | None = flag(
-        None, "also keep this many checkpoints with the lowest validation loss", type=int
+        None,
+        "also keep this many checkpoints with the lowest validation loss",
+        type=int,
+        range=AT_LEAST_1,
+        needs=("save", "save_interval", "eval_interval"),
     )
-    async_save: bool = flag(False, "continue training while a checkpoint is written from a copy in host memory")
+    async_save: bool = flag(
+        False, "continue training while a checkpoint is written from a copy in host memory", needs=("save",)
+    )
     load: str | None = flag(None, "folder to load a checkpoint from", type=str)
-    universal_checkpoint: bool = flag(False, "DeepSpeed: --load names the folder of a universal checkpoint")
-    ckpt_step: int | None = flag(None, "iteration to load; default the latest", type=int)
+    universal_checkpoint: bool = flag(
+        False, "DeepSpeed: --load names the folder of a universal checkpoint", needs=("load",)
+    )
+    ckpt_step: int | None = flag(
+        None, "iteration to load; default the latest", type=int, range=NOT_NEGATIVE, needs=("load",)
+    )
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
     reset_iteration: bool = flag(
         False,
         "Megatron-DeepSpeed: keep weights and optimizer, but count iterations, samples and tokens from 0",
         aliases=["--reset-progress"],
+        needs=("load",),
     )
     pretrained_checkpoint: str | None = flag(None, "weights to start from if --load has no checkpoint", type=str)
     use_checkpoint_args: bool = flag(
         False, "take the model from the checkpoint; sizes that are given by flags still win"
     )
-    exit_on_missing_checkpoint: bool = flag(False, "stop if --load has no checkpoint")
+    exit_on_missing_checkpoint: bool = flag(False, "stop if --load has no checkpoint", needs=("load",))
     skip_damaged_checkpoints: bool = flag(
-        False, "if files of the latest checkpoint are damaged, load the newest older one that is complete"
+        False,
+        "if files of the latest checkpoint are damaged, load the newest older one that is complete",
+        needs=("load",),
     )
-    save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"])
-    save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"])
-    load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"])
-    load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"])
+    save_optim: bool = flag(True, "leave the optimizer out of checkpoints", flags=["--no-save-optim"], read_with=SAVE)
+    save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"], read_with=SAVE)
+    load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"], read_with=LOAD)
+    load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"], read_with=LOAD)
     non_persistent_save_interval: int | None = flag(
-        None, "iterations between copies of the training state in the memory of the hosts", type=int
+        None, "iterations between copies of the training state in the memory of the hosts", type=int, range=AT_LEAST_1
     )
     non_persistent_ckpt_type: str | None = flag(
         None,
         "where those copies go; only local is supported: files on each node",
         type=str,
         choices=["global", "local", "in_memory"],
+        read_with=COPIES,
     )
     non_persistent_local_ckpt_dir: str | None = flag(
-        None, "folder of the copies on each node; default: one in /dev/shm, which is in memory", type=str
+        None,
+        "folder of the copies on each node; default: one in /dev/shm, which is in memory",
+        type=str,
+        read_with=COPIES,
     )
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
         "fully_parallel: one rank keeps what several ranks hold; atomic: each rank keeps everything it holds",
         choices=["fully_parallel", "atomic"],
+        read_with=COPIES,
     )
-    replication: bool = flag(False, "keep each rank's copy on another node as well")
+    replication: bool = flag(False, "keep each rank's copy on another node as well", read_with=COPIES)
     replication_jump: int | None = flag(
-        None, "copies of rank n also go to ranks n + J, n + 2J, ...; default: the number of ranks of a node", type=int
+        None,
+        "copies of rank n also go to ranks n + J, n + 2J, ...; default: the number of ranks of a node",
+        type=int,
+        read_with=REPLICATION,
+        range=AT_LEAST_1,
     )
-    replication_factor: int = flag(2, "--replication: number of nodes that hold a copy, including its own node")
+    replication_factor: int = flag(
+        2,
+        "--replication: number of nodes that hold a copy, including its own node",
+        read_with=REPLICATION,
+        range=AT_LEAST_1,
+    )
     ckpt_format: str = flag(
         "torch_dist",
         "checkpoint format; torch_dist is always written",
@@ -76,64 +122,99 @@ class CheckpointConfig:
 class LoggingConfig:
     """Console, JSON, TensorBoard and Weights & Biases."""
 
-    log_interval: int = flag(100, "iterations between console lines")
+    log_interval: int = flag(100, "iterations between console lines", range=AT_LEAST_1)
     log_jsonl: str | None = flag(None, "file that gets one JSON object per step", type=str)
     log_throughput: bool = flag(False, "TFLOP/s and MFU on the console line")
     log_params_norm: bool = flag(False, "norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count zeros in the gradients")
     log_progress: bool = flag(False, "append progress to progress.txt in --save")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
-    tensorboard_log_interval: int = flag(1, "iterations between TensorBoard points")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard events held in memory")
+    tensorboard_log_interval: int = flag(
+        1, "iterations between TensorBoard points", read_with=TENSORBOARD, range=AT_LEAST_1
+    )
+    tensorboard_queue_size: int = flag(
+        1000, "TensorBoard events held in memory", read_with=TENSORBOARD, range=AT_LEAST_1
+    )
     wandb_project: str | None = flag(None, "Weights & Biases project", type=str, aliases=["--wandb-project-name"])
-    wandb_exp_name: str | None = flag(None, "Weights & Biases run name", type=str, aliases=["--wandb-name"])
-    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str)
-    wandb_entity: str | None = flag(None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"])
+    wandb_exp_name: str | None = flag(
+        None, "Weights & Biases run name", type=str, aliases=["--wandb-name"], read_with=WANDB
+    )
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str, read_with=WANDB)
+    wandb_entity: str | None = flag(
+        None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"], read_with=WANDB
+    )
     peak_tflops: float | None = flag(
-        None, "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate", type=float
+        None,
+        "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate",
+        type=float,
+        range=ABOVE_ZERO,
     )
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
     profile: bool = flag(False, "record some steps: ranges for nsys, or traces with --use-pytorch-profiler")
-    profile_step_start: int = flag(10, "--profile begins after this iteration")
-    profile_step_end: int = flag(12, "--profile ends after this iteration")
-    profile_ranks: list[int] = flag([0], "ranks that --profile records", type=int, nargs="+")
+    profile_step_start: int = flag(10, "--profile begins after this iteration", read_with=PROFILE, range=NOT_NEGATIVE)
+    profile_step_end: int = flag(12, "--profile ends after this iteration", read_with=PROFILE, range=AT_LEAST_1)
+    profile_ranks: list[int] = flag(
+        [0], "ranks that --profile records", type=int, nargs="+", read_with=PROFILE, range=NOT_NEGATIVE
+    )
     use_pytorch_profiler: bool = flag(
-        False, "--profile writes PyTorch's traces to --tensorboard-dir, for TensorBoard, Perfetto and compare_trace.py"
+        False,
+        "--profile writes PyTorch's traces to --tensorboard-dir, for TensorBoard, Perfetto and compare_trace.py",
+        read_with=PROFILE,
     )
     profile_shapes: bool = flag(
-        False, "--profile records shapes", flags=["--pytorch-profiler-collect-shapes", "--record-shapes"]
+        False,
+        "--profile records shapes",
+        flags=["--pytorch-profiler-collect-shapes", "--record-shapes"],
+        read_with=PROFILE,
     )
     profile_stacks: bool = flag(
-        False, "--use-pytorch-profiler records the lines of Python", flags=["--pytorch-profiler-collect-callstack"]
+        False,
+        "--use-pytorch-profiler records the lines of Python",
+        flags=["--pytorch-profiler-collect-callstack"],
+        read_with=PYTORCH_PROFILER,
     )
     profile_memory: str | None = flag(
         None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture", type=str
     )
-    profile_memory_step: int | None = flag(None, "which step of this run --profile-memory records; default 2", type=int)
+    profile_memory_step: int | None = flag(
+        None, "which step of this run --profile-memory records; default 2", type=int, range=AT_LEAST_1
+    )
 
 
 @dataclass
 class RunConfig:
     """The run itself."""
 
-    device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"])
-    seed: int = flag(1234, "seed of weights, data order and dropout")
+    device: str = flag("auto", "where to run", choices=["auto", "cpu", "cuda"], generation=True)
+    seed: int = flag(
+        1234, "seed of weights, data order and dropout", range=NOT_NEGATIVE, generation=True, computes=True
+    )
     deterministic_mode: bool = flag(
-        False, "make runs repeat bit for bit on the same grid and kind of device", aliases=["--npu-deterministic"]
+        False,
+        "make runs repeat bit for bit on the same grid and kind of device",
+        aliases=["--npu-deterministic"],
+        computes=True,
     )
-    train_iters: int | None = flag(None, "iterations to train", type=int)
-    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int)
+    train_iters: int | None = flag(None, "iterations to train", type=int, range=AT_LEAST_1)
+    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int, range=AT_LEAST_1)
     train_tokens: int | None = flag(
-        None, "tokens to train; with --train-iters or --train-samples, the run ends at whichever comes first", type=int
+        None,
+        "tokens to train; with --train-iters or --train-samples, the run ends at whichever comes first",
+        type=int,
+        range=AT_LEAST_1,
     )
-    eval_interval: int | None = flag(None, "iterations between evaluations", type=int)
+    eval_interval: int | None = flag(None, "iterations between evaluations", type=int, range=AT_LEAST_1)
     eval_iters: int = flag(100, "iterations of an evaluation")
     skip_train: bool = flag(False, "evaluate only")
-    exit_interval: int | None = flag(None, "stop at the next iteration that is a multiple of this", type=int)
-    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int)
+    exit_interval: int | None = flag(
+        None, "stop at the next iteration that is a multiple of this", type=int, range=AT_LEAST_1
+    )
+    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int, range=AT_LEAST_1)
     exit_signal_handler: bool = flag(True, "save and stop on SIGTERM or SIGUSR1; always on here")
     manual_gc: bool = flag(False, "run Python's garbage collection at fixed steps only")
-    manual_gc_interval: int = flag(0, "iterations between collections of --manual-gc")
+    manual_gc_interval: int = flag(
+        0, "iterations between collections of --manual-gc", range=NOT_NEGATIVE, needs=("manual_gc",)
+    )
 
 
 @dataclass
@@ -173,20 +254,23 @@ class FaultConfig:
         0,
         "skip up to this many batches whose loss or gradient norm is not finite (or a spike): such a step changes no "
         "weight; one more ends the run",
+        range=NOT_NEGATIVE,
     )
     rollback_on_bad_batch: bool = flag(
         False, "--skip-bad-batches: return to the weights of the last checkpoint, and skip all batches since then"
     )
     iterations_to_skip: list[int] | None = flag(
-        None, "skip the batches that follow these iterations", type=int, nargs="+"
+        None, "skip the batches that follow these iterations", type=int, nargs="+", range=NOT_NEGATIVE
     )
     check_for_spiky_loss: bool = flag(
         False, "a spike of the loss makes a batch bad; without --skip-bad-batches it is only reported"
     )
     check_for_large_grads: bool = flag(False, "a spike of the gradient norm makes a batch bad too")
-    spike_factor: float = flag(10.0, "a spike is above this many times the median of the last 100 good steps")
+    spike_factor: float = flag(
+        10.0, "a spike is above this many times the median of the last 100 good steps", read_with=SPIKES
+    )
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, "iterations between comparisons of the weights that several ranks hold", type=int
+        None, "iterations between comparisons of the weights that several ranks hold", type=int, range=AT_LEAST_1
     )
     log_straggler: bool = flag(
         False,
@@ -211,10 +295,13 @@ class EvaluationConfig:
         "of it, without lengths below 512 or too short for the task",
         type=int,
         nargs="+",
+        range=AT_LEAST_1,
     )
-    eval_depths: int = flag(11, "needle: number of depths in the haystack, evenly from its start to its end")
+    eval_depths: int = flag(
+        11, "needle: number of depths in the haystack, evenly from its start to its end", range=AT_LEAST_1
+    )
     eval_samples: int = flag(
-        4, "needle: samples per length and depth; ruler-*: samples per length, times --eval-depths"
+        4, "needle: samples per length and depth; ruler-*: samples per length, times --eval-depths", range=AT_LEAST_1
     )
     eval_haystack: str | None = flag(
         None,
@@ -223,7 +310,10 @@ class EvaluationConfig:
     )
     eval_files: list[str] | None = flag(None, "perplexity: text files", type=str, nargs="+")
     eval_stride: int | None = flag(
-        None, "perplexity: tokens from one window to the next; default --seq-length, no overlap", type=int
+        None,
+        "perplexity: tokens from one window to the next; default --seq-length, no overlap",
+        type=int,
+        range=AT_LEAST_1,
     )
     eval_output: str | None = flag(
         None, "folder for evaluation.json and pictures; default of tools/evaluate.py: out/evaluation", type=str

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.formulas.strategy import Latent, LinearAttention, Mixture, Shape
 from megatron.training.settings.config import AttentionConfig, ModelConfig
+from megatron.training.settings.read_with import ROTARY
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
 LLAMA: dict[str, Any] = {
@@ -19,8 +20,6 @@ LLAMA: dict[str, Any] = {
 LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as `parser.parse` takes them
 
 MAMBA_WIDTH = 4  # tokens that the convolution of Mamba2 sees, in core
-# Values of --position-embedding-type that rotate queries and keys.
-ROTARY = ("rope", "yarn")
 
 # GPT models learn --seq-length positions, unless --max-position-embeddings is given.
 GPT: dict[str, Any] = {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -283,7 +282,7 @@ def activation(model: ModelConfig) -> str:
 
 def is_gated(model: ModelConfig) -> bool:
     """Whether the MLP has three matrices: gate, up and down."""
-    return model.swiglu or model.geglu or model.quick_geglu
+    return model.gated
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:

@@ -6,32 +6,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.decisions.state_exchange import EXCHANGES
-from megatron.training.settings.flag import flag
+from megatron.training.settings.flag import AT_LEAST_1, AT_MOST_A_YEAR, flag
+from megatron.training.settings.read_with import EXPERTS, LATENT, STATES, WITHOUT_FSDP
 
 
 @dataclass
 class ParallelConfig:
     """The grid TP x Ulysses x Ring x DP x PP, and how memory is split over it."""
 
-    tensor_model_parallel_size: int = flag(1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"])
-    sequence_parallel: bool = flag(False, "split activations over TP between the linear layers (TP-sp)")
+    tensor_model_parallel_size: int = flag(
+        1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"], range=AT_LEAST_1, stage=True, generation=True
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "split activations over TP between the linear layers (TP-sp)",
+        stage=True,
+        generation="one new token has no sequence to split over TP",
+        computes=True,
+    )
     partition_position_embedding: bool = flag(
-        False, "learned positions: each rank holds and trains only the rows of its own tokens"
+        False,
+        "learned positions: each rank holds and trains only the rows of its own tokens",
+        generation="a new token may have any position, so each rank holds the complete table",
+        computes=True,
     )
     context_parallel_size: int | None = flag(
         None,
         "ranks that a sequence is split over: Ulysses x Ring; without the two sizes, the split is chosen and logged",
         type=int,
+        range=AT_LEAST_1,
+        stage=True,
+        generation=True,
     )
     ulysses_parallel_size: int | None = flag(
         None,
         "Ulysses degree: all-to-all over heads",
         type=int,
         aliases=["--ds-sequence-parallel-size", "--ulysses-degree-in-cp"],
+        range=AT_LEAST_1,
+        stage=True,
+        generation=True,
     )
-    ring_parallel_size: int | None = flag(None, "Ring degree: keys and values travel around the ranks", type=int)
+    ring_parallel_size: int | None = flag(
+        None,
+        "Ring degree: keys and values travel around the ranks",
+        type=int,
+        range=AT_LEAST_1,
+        stage=True,
+        generation=True,
+    )
     hierarchical_context_parallel_sizes: list[int] | None = flag(
-        None, "Megatron-LM's name for the two sizes: Ulysses degree, then Ring degree", type=int, nargs="+"
+        None,
+        "Megatron-LM's name for the two sizes: Ulysses degree, then Ring degree",
+        type=int,
+        nargs="+",
+        range=AT_LEAST_1,
+        stage=True,
+        generation=True,
     )
     cp_comm_type: list[str] | None = flag(
         None,
@@ -39,6 +70,8 @@ class ParallelConfig:
         "--hierarchical-context-parallel-sizes); all_gather is Ring that gathers all keys at once",
         type=str,
         nargs="+",
+        stage=True,
+        generation=True,
     )
     context_parallel_balance: str | None = flag(
         None,
@@ -46,45 +79,96 @@ class ParallelConfig:
         "documents; default: the one that suits the mask",
         type=str,
         choices=["zigzag", "contiguous", "documents"],
+        stage=True,
+        generation=True,
+        computes=True,
     )
     linear_attention_exchange: str = flag(
         "auto",
         "how layers with a state exchange it: all maps are gathered, the state goes from rank to rank, or heads are "
         "split over Ulysses; auto: the one with the fewest bytes",
         choices=EXCHANGES,
+        read_with=STATES,
+        stage=True,
     )
     latent_exchange: str = flag(
         "keys",
         "what multi-latent attention sends over Ulysses and the ring: keys and values, or latents, from which each "
         "rank makes those of its heads",
         choices=("keys", "latents"),
+        read_with=LATENT,
+        stage=True,
     )
-    expert_model_parallel_size: int = flag(1, "ranks that share the experts (EP), neighbours in TP x CP x DP")
+    expert_model_parallel_size: int = flag(
+        1,
+        "ranks that share the experts (EP), neighbours in TP x CP x DP",
+        read_with=EXPERTS,
+        range=AT_LEAST_1,
+        stage=True,
+        core=True,
+        generation=True,
+    )
     expert_tensor_parallel_size: int | None = flag(
-        None, "ranks that split each expert (TP of the experts); default the TP size", type=int
+        None,
+        "ranks that split each expert (TP of the experts); default the TP size",
+        type=int,
+        read_with=EXPERTS,
+        range=AT_LEAST_1,
+        stage=True,
+        generation=True,
     )
     moe_token_dispatcher_type: str = flag(
         "allgather",
         "how tokens reach the ranks of their experts; flex and alltoall_seq are sent as alltoall",
         choices=["allgather", "alltoall", "flex", "alltoall_seq"],
+        read_with=EXPERTS,
+        core=True,
+        generation=True,
     )
-    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
+    pipeline_model_parallel_size: int = flag(
+        1,
+        "pipeline-parallel size (PP)",
+        aliases=["--pipe-parallel-size"],
+        range=AT_LEAST_1,
+        stage=True,
+        generation=True,
+    )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleaved 1F1B: layers per virtual stage", type=int
+        None,
+        "interleaved 1F1B: layers per virtual stage",
+        type=int,
+        range=AT_LEAST_1,
+        stage=True,
+        generation="each rank has one pipeline stage, and stages work one after the other",
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, "interleaved 1F1B: virtual stages per rank", type=int)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None,
+        "interleaved 1F1B: virtual stages per rank",
+        type=int,
+        range=AT_LEAST_1,
+        stage=True,
+        generation="each rank has one pipeline stage, and stages work one after the other",
+    )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleaved 1F1B: consecutive micro-batches on a virtual stage; default: the number of stages", type=int
+        None,
+        "interleaved 1F1B: consecutive micro-batches on a virtual stage; default: the number of stages",
+        type=int,
+        range=AT_LEAST_1,
+        stage=True,
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", type=int)
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int)
-    account_for_embedding_in_pipeline_split: bool = flag(False, "the first stage has one layer less")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of the first pipeline stage", type=int, stage=True
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int, stage=True)
+    account_for_embedding_in_pipeline_split: bool = flag(False, "the first stage has one layer less", stage=True)
     pipeline_model_parallel_layout: str | None = flag(
         None,
         "layers of each pipeline stage, as in Et*3|(tt|)*29,m|L: E embedding, t layer, m prediction further, L loss",
         type=str,
+        stage=True,
+        generation="stages hold equal numbers of layers",
     )
-    account_for_loss_in_pipeline_split: bool = flag(False, "the last stage has one layer less")
+    account_for_loss_in_pipeline_split: bool = flag(False, "the last stage has one layer less", stage=True)
     elastic: bool = flag(
         False,
         "choose the grid at each start for the number of processes: TP and PP as given, the largest CP that fits; "
@@ -94,25 +178,44 @@ class ParallelConfig:
         None,
         'grids of --elastic by number of processes, "8: tp2 u2 r2; 4: u2 r2"; the remaining ranks are DP',
         type=str,
+        stage=True,
     )
     zero_stage: int | None = flag(
         None,
         "ZeRO, over DP x CP: 1 splits optimizer states, 2 also gradients, 3 also weights",
         type=int,
         choices=[0, 1, 2, 3],
+        stage=True,
+        generation="each rank holds the complete weights of its TP part and stage; use TP or PP to split them",
+        computes=True,
     )
-    use_distributed_optimizer: bool = flag(False, "Megatron-LM's name for --zero-stage 1")
-    overlap_grad_reduce: bool = flag(False, "reduce gradients during the backward pass")
-    overlap_param_gather: bool = flag(False, "gather parameters during the forward pass (ZeRO 1)")
-    ddp_bucket_size: int | None = flag(None, "gradient bucket, in parameters", type=int)
-    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16")
+    use_distributed_optimizer: bool = flag(False, "Megatron-LM's name for --zero-stage 1", stage=True)
+    overlap_grad_reduce: bool = flag(
+        False, "reduce gradients during the backward pass", read_with=WITHOUT_FSDP, stage=True, computes=True
+    )
+    overlap_param_gather: bool = flag(
+        False, "gather parameters during the forward pass (ZeRO 1)", stage=True, computes=True
+    )
+    ddp_bucket_size: int | None = flag(
+        None,
+        "gradient bucket, in parameters",
+        type=int,
+        read_with=WITHOUT_FSDP,
+        range=AT_LEAST_1,
+        stage=True,
+        computes=True,
+    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16", computes=True)
     distributed_backend: str | None = flag(
-        None, "default: nccl on GPUs, gloo on a CPU", type=str, choices=["nccl", "gloo"]
+        None, "default: nccl on GPUs, gloo on a CPU", type=str, choices=["nccl", "gloo"], generation=True
     )
-    distributed_timeout_minutes: int = flag(10, "longest time of one collective")
+    distributed_timeout_minutes: int = flag(
+        10, "longest time of one collective", range=(AT_LEAST_1, AT_MOST_A_YEAR), generation=True
+    )
     network_interface: str | None = flag(
         None,
         "network interface of gloo and NCCL on every node, such as eth0; default GLOO_SOCKET_IFNAME, else the one on "
         "the route to MASTER_ADDR",
         type=str,
+        generation=True,
     )

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
-from megatron.training.settings.flag import FUNCTION, WEIGHTS
+from megatron.training.settings.flag import ADAPTERS, FUNCTION, WEIGHTS
 from megatron.training.settings.models import (
-    ROTARY,
     activation,
     derive_shape,
     expert_layers,
@@ -28,6 +27,7 @@ from megatron.training.settings.models import (
     rope_layers,
     window_layers,
 )
+from megatron.training.settings.read_with import ROTARY
 
 SECTIONS = ("model", "attention", "data")
 # Models of checkpoints that are older than these settings have none of these kinds.
@@ -61,7 +61,7 @@ def roles() -> dict[str, tuple[str, str]]:
         field.name: (section, field.metadata["network"])
         for section in SECTIONS
         for field in fields(getattr(config, section))
-        if "network" in field.metadata
+        if field.metadata.get("network", ADAPTERS) != ADAPTERS
     }
 
 

@@ -12,8 +12,8 @@ from copy import deepcopy
 
 from megatron.training.arguments.dry_run_flags import notes_on_formulas, processes
 from megatron.training.arguments.stages import complete_virtual_stages
-from megatron.training.arguments.unused_flags import note_unused
 from megatron.training.arguments.validate import (
+    check_alone,
     check_data,
     check_experts,
     check_grid,
@@ -44,7 +44,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather = Gather()
     check_run.complete_intervals(config)
     gather.check("required", lambda: check_model.complete_required(config))
-    gather.check("ranges", lambda: check_run.check_ranges(config), "required")
+    gather.check("ranges", lambda: check_alone.check_ranges(config), "required")
     shape = ("required", "ranges")
     gather.check("model", lambda: check_model.complete_model(config), *shape)
     gather.check("experts", lambda: check_experts.complete_experts(config), "model")
@@ -71,14 +71,14 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("duration", lambda: check_run.check_duration(config), "batch")
     gather.check("lengths", lambda: check_data.check_lengths(config), "ranges", "attention")
     gather.check("evaluation", lambda: check_data.complete_evaluation(config), "ranges", "attention", "sequence")
-    gather.check("profile", lambda: check_memory.complete_profile(config))
+    gather.check("profile", lambda: check_memory.complete_profile(config, world_size))
     gather.check("schedule", lambda: check_run.complete_schedule(config), "ranges", "duration")
     gather.check("data", lambda: check_data.complete_data(config))
     gather.check("checkpoint", lambda: check_run.complete_checkpoint(config), "ranges")
     gather.check("copies", lambda: check_run.complete_copies(config, world_size), "ranges")
     gather.check("faults", lambda: check_run.check_faults(config, world_size), "grid", "zero", "checkpoint")
     gather.finish()
-    note_unused(config)
+    check_alone.note_unused(config)
     config.notes = list(dict.fromkeys(config.notes))
     return config
 

@@ -250,8 +250,8 @@ def _fsdp(config: Config) -> None:
     parallel.overlap_grad_reduce = parallel.overlap_param_gather = False
 
 
-def _traces(config: Config) -> None:
-    """Check --profile, whose other flags have no effect without it, as in Megatron-LM."""
+def _traces(config: Config, world_size: int) -> None:
+    """Check --profile. Without it, its other flags get a note: see their fields."""
     logging = config.logging
     if not logging.profile:
         return
@@ -260,16 +260,19 @@ def _traces(config: Config) -> None:
             f"--profile-step-end {logging.profile_step_end}",
             f"is not after --profile-step-start {logging.profile_step_start}: use {logging.profile_step_start + 2}",
         )
+    if beyond := [str(rank) for rank in logging.profile_ranks if rank >= world_size]:
+        ranks = f"the last rank is {world_size - 1}"
+        config.notes.append(f"no effect here: --profile-ranks {' '.join(beyond)} ({ranks})")
     if logging.use_pytorch_profiler and logging.tensorboard_dir is None:
         raise Refusal("--use-pytorch-profiler", "writes its traces to --tensorboard-dir: add --tensorboard-dir DIR")
     if not logging.use_pytorch_profiler and config.run.device == "cpu":
         config.notes.append("--profile without --use-pytorch-profiler: no effect on a CPU, which nsys does not record")
 
 
-def complete_profile(config: Config) -> None:
+def complete_profile(config: Config, world_size: int) -> None:
     """Complete --profile-memory-step, the step that --profile-memory records."""
     logging = config.logging
-    _traces(config)
+    _traces(config, world_size)
     if logging.profile_memory is None:
         if logging.profile_memory_step is not None:
             raise Refusal(

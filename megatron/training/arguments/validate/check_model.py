@@ -11,7 +11,8 @@ from megatron.training.arguments.validate.check_latent import complete_latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
-from megatron.training.settings.models import ROTARY, derive_shape, is_gated, rope_layers, window_layers
+from megatron.training.settings.models import derive_shape, is_gated, rope_layers, window_layers
+from megatron.training.settings.read_with import ROTARY
 
 
 def complete_required(config: Config) -> None:

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 
 from megatron.training.arguments.schedule import samples_after, spans
-from megatron.training.refusal import Fix, Gather, Refusal, needs_flag
+from megatron.training.arguments.validate import check_alone
+from megatron.training.refusal import Fix, Refusal, needs_flag
 from megatron.training.settings.config import Config
 
 COPY_INTERVAL = "--non-persistent-save-interval"
@@ -17,23 +16,7 @@ COPY_INTERVAL = "--non-persistent-save-interval"
 def complete_checkpoint(config: Config) -> None:
     """Refuse flags of saving and loading that lack a flag they need; switch off those without effect."""
     checkpoint = config.checkpoint
-    save, load = checkpoint.save, checkpoint.load
-    needs = (  # (flag, its value, value of the flag it needs, that flag)
-        ("--save-retain-interval", checkpoint.save_retain_interval, save, "--save"),
-        ("--save-retain-interval", checkpoint.save_retain_interval, checkpoint.save_interval, "--save-interval"),
-        ("--keep-last-checkpoints", checkpoint.keep_last_checkpoints, save, "--save"),
-        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, save, "--save"),
-        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, checkpoint.save_interval, "--save-interval"),
-        ("--keep-best-checkpoints", checkpoint.keep_best_checkpoints, config.run.eval_interval, "--eval-interval"),
-        ("--async-save", checkpoint.async_save, save, "--save"),
-        ("--universal-checkpoint", checkpoint.universal_checkpoint, load, "--load"),
-        ("--skip-damaged-checkpoints", checkpoint.skip_damaged_checkpoints, load, "--load"),
-        ("--ckpt-step", checkpoint.ckpt_step is not None, load, "--load"),
-        ("--exit-on-missing-checkpoint", checkpoint.exit_on_missing_checkpoint, load, "--load"),
-        ("--reset-iteration", checkpoint.reset_iteration, load, "--load"),
-        ("--finetune", checkpoint.finetune, load or checkpoint.pretrained_checkpoint, "--load"),
-        ("--manual-gc-interval", config.run.manual_gc_interval, config.run.manual_gc, "--manual-gc"),
-    )
+    save = checkpoint.save
     if checkpoint.save_interval and not save:
         config.notes.append("--save-interval without --save: nothing is saved")
         checkpoint.save_interval = None
@@ -43,9 +26,9 @@ def complete_checkpoint(config: Config) -> None:
     if checkpoint.ckpt_format != "torch_dist":
         config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
         checkpoint.ckpt_format = "torch_dist"
-    for flag, value, other, need in needs:
-        if value and not other:
-            raise needs_flag(flag, need, switch=need == "--manual-gc")
+    check_alone.check_needs(config)
+    if checkpoint.finetune and not (checkpoint.load or checkpoint.pretrained_checkpoint):
+        raise needs_flag("--finetune", "--load")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
         raise Refusal("--ckpt-step and --skip-damaged-checkpoints", "exclude each other: leave one out")
     if checkpoint.save_retain_interval and checkpoint.save_retain_interval % checkpoint.save_interval:
@@ -245,81 +228,8 @@ def _tokens(config: Config, own: str) -> None:
         )
 
 
-# Ranges of single numbers. POSITIVE: counts, which are at least 1 if they are given.
-POSITIVE = """
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels max_position_embeddings
-    rotary_base make_vocab_size_divisible_by vocab_size padded_vocab_size fp8_amax_history_len
-    yarn_original_max_position_embeddings lora_rank tensor_model_parallel_size context_parallel_size
-    ulysses_parallel_size ring_parallel_size hierarchical_context_parallel_sizes pipeline_model_parallel_size
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-    microbatch_group_size_per_virtual_pipeline_stage ddp_bucket_size distributed_timeout_minutes recompute_num_layers
-    fpdt_chunk_size ffn_chunks loss_chunks lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters
-    lr_wsd_decay_samples hysteresis micro_batch_size global_batch_size gradient_accumulation_steps seq_length
-    rampup_seq_length num_dataset_builder_threads save_interval save_retain_interval keep_last_checkpoints
-    keep_best_checkpoints non_persistent_save_interval replication_jump replication_factor log_interval
-    tensorboard_log_interval tensorboard_queue_size profile_memory_step profile_step_end train_iters train_samples
-    train_tokens eval_interval exit_interval exit_duration_in_mins check_weight_hash_across_dp_replicas_interval
-    eval_lengths eval_depths eval_samples eval_stride num_experts moe_ffn_hidden_size
-    moe_shared_expert_intermediate_size
-    moe_router_topk moe_router_num_groups moe_router_group_topk expert_model_parallel_size expert_tensor_parallel_size
-    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim linear_conv_kernel_dim linear_key_head_dim
-    linear_value_head_dim linear_num_key_heads linear_num_value_heads mamba_state_dim mamba_head_dim mamba_num_groups
-    mamba_num_heads muon_num_ns_steps
-"""
-NOT_NEGATIVE = """
-    init_method_std norm_epsilon yarn_mscale yarn_mscale_all_dim min_lr lr_warmup_iters lr_warmup_samples
-    lr_warmup_tokens lr_warmup_init weight_decay clip_grad adam_eps sgd_momentum decoupled_min_lr num_workers
-    rampup_batch_size tiktoken_num_special_tokens ckpt_step mask_cpu_threshold seed manual_gc_interval skip_bad_batches
-    profile_step_start profile_ranks iterations_to_skip mtp_num_layers mtp_loss_scaling_factor moe_z_loss_coeff
-    moe_router_bias_update_rate
-"""
-ABOVE_ZERO = """
-    rotary_percent rotary_seq_len_interpolation_factor rope_scaling_factor yarn_rotary_scaling_factor yarn_beta_fast
-    yarn_beta_slow lora_alpha lr decoupled_lr loss_scale initial_loss_scale min_loss_scale loss_scale_window peak_tflops
-    moe_router_topk_scaling_factor moe_expert_capacity_factor muon_extra_scale_factor
-"""
-DROPOUT = "hidden_dropout attention_dropout"
-BELOW_ONE = f"{DROPOUT} adam_beta1 adam_beta2 muon_momentum lr_warmup_fraction"
-
-
 def complete_intervals(config: Config) -> None:
     """Read numbers that mean "never", as Megatron-LM does: intervals of 0, and -1 batches of validation."""
     config.run.exit_interval = config.run.exit_interval or None
     config.checkpoint.save_interval = config.checkpoint.save_interval or None
     config.run.eval_iters = max(config.run.eval_iters, 0)
-
-
-def check_ranges(config: Config) -> None:
-    """Refuse single numbers that are out of range."""
-    rules = (
-        (POSITIVE, lambda value: value >= 1, "must be at least 1"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "must not be negative"),
-        (ABOVE_ZERO, lambda value: value > 0, "must be above 0"),
-        (BELOW_ONE, lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1"),
-        (
-            DROPOUT,
-            lambda value: value == 0 or value >= 2**-15,
-            "is too small to be distinguished from 0: use 0, or at least 3.1e-05",
-        ),
-    )
-    gather = Gather()
-
-    def check(field: str, number: float | None, holds: Callable[[float], bool], text: str) -> None:
-        if number is not None and not holds(number):
-            raise Refusal(f"--{field.replace('_', '-')} {number:g}", text)
-
-    for names, holds, text in rules:
-        for field in names.split():
-            value = getattr(config.part_with(field), field)
-            for number in value if isinstance(value, list) else [value]:
-                gather.check(field, partial(check, field, number, holds, text))
-    minutes = config.parallel.distributed_timeout_minutes
-    year = 366 * 24 * 60
-    gather.check(
-        "timeout",
-        lambda: check("distributed_timeout_minutes", minutes, lambda x: x <= year, f"is above {year}, a year"),
-    )
-    gather.check(
-        "percent", lambda: check("rotary_percent", config.model.rotary_percent, lambda x: x <= 1, "must be at most 1")
-    )
-    gather.finish()

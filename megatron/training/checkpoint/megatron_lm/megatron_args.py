@@ -24,12 +24,12 @@ from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
-from megatron.training.settings.models import ROTARY, derive_shape, model_shape
+from megatron.training.settings.flag import NEVER
+from megatron.training.settings.models import derive_shape, model_shape
+from megatron.training.settings.read_with import ROTARY
 from megatron.training.settings.same_network import attention_settings
 
-# Fields of ModelConfig that are not read: the tokenizer gives vocab_size, and the others do not change the network.
-NOT_READ = ("model", "transformer_impl", "vocab_size", "init_method_std", "init_method_xavier_uniform")
-# Not read either: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
+# Not read: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
 OF_OTHERS = (
     "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
     "mtp_", "experimental_attention", "linear_", "is_hybrid", "hybrid_", "mamba_",
@@ -88,7 +88,8 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     known = {
         field.name: args[field.name]
         for field in fields(ModelConfig)
-        if not field.name.startswith(OF_OTHERS) and field.name not in NOT_READ and args.get(field.name) is not None
+        if not field.name.startswith(OF_OTHERS) and field.metadata.get("loaded") != NEVER
+        if args.get(field.name) is not None
     }
     for name, older in OLDER_NAMES.items():
         if name not in known and (value := next((args[old] for old in older if args.get(old) is not None), None)):

@@ -14,7 +14,9 @@ from megatron.context_parallel.positions.rope import LLAMA3_HIGH, LLAMA3_LENGTH,
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import LLAMA, ROTARY, derive_shape, is_gated
+from megatron.training.settings.flag import FUNCTION, WEIGHTS, every
+from megatron.training.settings.models import LLAMA, derive_shape, is_gated
+from megatron.training.settings.read_with import ROTARY
 from megatron.training.untrusted.largest_numbers import check_numbers
 
 # Constants of Llama 3's RoPE scaling in Megatron; only the factor can be set.
@@ -147,35 +149,28 @@ OFF = {
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
 }
-# Settings that are None in most models.
-OPTIONAL = ("rotary_base_local", "no_rope_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
-            "activation_func_clamp_value", "experimental_attention_variant")  # fmt: skip
-# Settings that all Llama models share, including the features that are off.
-FIXED = {
-    **{name: LLAMA[name] for name in ("normalization", "swiglu")},
-    **dict.fromkeys(
-        (
-            "add_qkv_bias",
-            "qk_layernorm",
-            "embed_layernorm",
-            "apply_layernorm_1p",
-            "squared_relu",
-            "rotary_interleaved",
-            "geglu",
-            "quick_geglu",
-            "sandwich_norm",
-            "scale_embeddings",
-            "attention_output_gate",
-            "qk_layernorm_all_heads",
-            "reordered_norm",
-            "parallel_residual",
-        ),
-        False,
-    ),
-    "glu_linear_offset": 0.0,
-    **dict.fromkeys(OPTIONAL),
-    "rotary_percent": 1.0,
-    "softmax_type": "vanilla",
+# Settings that a Llama's config.json says. All Llama models share the others, most of which are features that are off.
+SAID = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels position_embedding_type
+    rotary_base rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor norm_epsilon add_bias_linear
+    untie_embeddings_and_output_weights
+""".split()
+# Layers of other kinds; models that have them are of another family.
+OTHER_LAYERS = (
+    "multi_latent_attention",
+    "is_hybrid_model",
+    "hybrid_",
+    "mtp_num_layers",
+    "num_experts",
+    "linear_attention_freq",
+)
+FIXED = {"squared_relu": False} | {
+    field.name: LLAMA.get(field.name, field.default)
+    for field in fields(ModelConfig)
+    if field.metadata.get("network") in (WEIGHTS, FUNCTION)
+    and field.name not in (*SAID, *YARN)
+    and not field.name.startswith(OTHER_LAYERS)
+    and not any(condition.layers for condition in every(field, "read_with"))
 }
 
 PLACES = ("reordered_norm", "qk_layernorm_all_heads", "parallel_residual")
@@ -333,7 +328,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
     names += YARN if model.position_embedding_type == "yarn" else []
-    names += [name for name in OPTIONAL if getattr(model, name) is not None]
+    names += [name for name, usual in FIXED.items() if usual is None and getattr(model, name) is not None]
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
     names += ["attention_output_gate"]

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a setting's field says of it alone: its range, what it needs, and when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from functools import partial
+
+from megatron.training.refusal import Gather, Refusal, needs_flag
+from megatron.training.settings.config import Config
+from megatron.training.settings.flag import Range, every, name_of
+from megatron.training.settings.read_with import Condition
+
+
+def settings_of(config: Config) -> Iterator[tuple[str, Field]]:
+    """(section, setting) of every setting."""
+    for section in fields(config):
+        if is_dataclass(part := getattr(config, section.name)) and section.name != "stage":
+            for setting in fields(part):
+                yield section.name, setting
+
+
+def check_ranges(config: Config) -> None:
+    """Refuse single numbers that are out of range."""
+    gather = Gather()
+
+    def check(setting: Field, number: float | None, allowed: Range) -> None:
+        if number is not None and not allowed.holds(number):
+            raise Refusal(f"--{setting.name.replace('_', '-')} {number:g}", allowed.text)
+
+    for section, setting in settings_of(config):
+        value = getattr(getattr(config, section), setting.name)
+        for allowed in every(setting, "range"):
+            for number in value if isinstance(value, list) else [value]:
+                gather.check(setting.name, partial(check, setting, number, allowed))
+    gather.finish()
+
+
+def check_needs(config: Config) -> None:
+    """Refuse a flag that is given without one that it needs."""
+    by_name = {setting.name: setting for _, setting in settings_of(config)}
+    for section, setting in settings_of(config):
+        value = getattr(getattr(config, section), setting.name)
+        if value is None or value is False or value == setting.default:
+            continue
+        for other in setting.metadata.get("needs", ()):
+            if not getattr(config.part_with(other), other):
+                need = by_name[other]
+                raise needs_flag(name_of(setting), name_of(need), switch=need.type == "bool")
+
+
+def note_unused(config: Config) -> None:
+    """Add a note to ``config.notes`` for settings that are not at their defaults and that nothing reads."""
+    unused: dict[Condition, list[str]] = {}
+    default = Config()
+    for section, setting in settings_of(config):
+        value, usual = (getattr(getattr(one, section), setting.name) for one in (config, default))
+        missing = [one for one in every(setting, "read_with") if not one.holds(config)]
+        if value != usual and missing:
+            unused.setdefault(missing[0], []).append(name_of(setting))
+    for condition, flags in unused.items():
+        config.notes.append(f"no effect here: {', '.join(flags)} ({condition.text})")
