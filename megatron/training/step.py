@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.core_attention import forget_kept
-from megatron.context_parallel.layout.documents import samples_tensor
+from megatron.context_parallel.layout.documents import Samples, document_rows, passed_on
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
 from megatron.training.loss import PairObjective, losses_ahead, mean_loss, sum_of_losses
@@ -102,8 +102,7 @@ def forward_step(
     output = model(
         batch["tokens"],
         batch["position_ids"],
-        # in the place of core's dense mask:
-        samples_tensor(batch["numbers"] if runtime.uses_dropout else None, batch["document_ends"]),
+        passed_on(_samples(batch, runtime.uses_dropout)),  # in the place of core's dense mask
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
         **({"ahead": batch["ahead"]} if runtime.ahead else {}),
@@ -115,6 +114,16 @@ def forward_step(
     if measure is not None:
         return output, partial(_measured, measure, batch)
     return output, partial(sum_of_losses, batch["loss_mask"]) if objective is None else partial(objective.loss, batch)
+
+
+def _samples(batch: dict[str, Any], numbered: bool) -> Samples:
+    """What layers need to know of a batch's samples; ``numbered``: their numbers too, which dropout depends on."""
+    numbers, ends = batch["numbers"], batch["document_ends"]
+    return Samples(
+        tuple(numbers.tolist()) if numbered and numbers is not None else (),
+        () if ends is None else tuple(document_rows(ends)),
+        batch.get("plans") or {},
+    )
 
 
 def _measured(measure: Measure, batch: dict[str, Tensor | None], output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,8 @@ from megatron.context_parallel.attention.kernels.triton_kernels import triton_ca
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import walk
 from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
-from megatron.context_parallel.attention.rule import TileKernel
+from megatron.context_parallel.attention.rule import AttentionRule, TileKernel
+from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.layout import sequence_layout
 from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.grid import abstract_grid
@@ -200,7 +201,7 @@ def test_a_loader_process_makes_the_plan_that_layers_would_derive(derived, ring,
         rows = document_rows(batch["document_ends"])
         of_batch = layout.of_documents(rows[0])
         for mask in (cp.Documents(row, inside) for row in rows for inside in MASKS):
-            plan, fresh = attention_plan(of_batch, mask), AttentionPlan(replace(of_batch, chunks=chunks), mask)
+            plan, fresh = batch["plans"][mask], AttentionPlan(replace(of_batch, chunks=chunks), mask)
             found = [(tiles, sizes) for tiles in complete(plan) if tiles for sizes in walks(tiles, *KIND)]
             for tiles, sizes in found:
                 walk(tiles, sizes, CPU)
@@ -224,7 +225,8 @@ def test_layers_derive_nothing_for_a_batch_of_documents(launches, derived, monke
     def layer(batch):
         masks = [cp.Documents(row) for row in document_rows(batch["document_ends"])]
         qkv = (torch.empty(512, 2, 4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(3))
-        out = cp.attention(*qkv, layout=layout, mask=masks, kernel="triton")
+        rule, plans = AttentionRule(kernel="triton"), batch.get("plans")
+        out = attention_by_rule(*qkv, layout=layout, rule=rule, masks=masks, plans=plans)
         out.backward(torch.empty_like(out))
 
     batches = read(BatchPlans(layout, (cp.Causal(),), torch.device("meta"), kind=KIND), workers)

@@ -25,9 +25,9 @@ from megatron.context_parallel.layout.documents import (
     deal,
     document_ends,
     document_rows,
+    passed_on,
     restart,
-    samples,
-    samples_tensor,
+    samples_of,
 )
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Band
@@ -248,13 +248,31 @@ def test_where_documents_end():
             document_rows(wrong)
 
 
-def test_numbers_and_documents_of_samples_are_one_tensor():
-    numbers, ends = torch.tensor([0, 7]), torch.tensor([[2, 5, 5], [1, 3, 5]])
-    assert samples(None) == samples(samples_tensor(None, None)) == Samples()
-    assert samples(samples_tensor(None, ends)) == Samples((), ((2, 5), (1, 3, 5)))
-    assert samples(samples_tensor(numbers, None)) == Samples((0, 7))
-    assert samples(samples_tensor(numbers, ends)) == Samples((0, 7), ((2, 5), (1, 3, 5)))
-    assert samples(torch.tensor([[0, 5], [-1, 5]])).numbers == (), "not all begin with a number"
+class Twice(torch.autograd.Function):
+    """As core's recompute: arguments are saved and detached."""
+
+    @staticmethod
+    def forward(ctx, seen, x, argument):
+        ctx.save_for_backward(x, argument)
+        ctx.seen = seen
+        seen.append(samples_of(argument))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, argument = (saved.detach() for saved in ctx.saved_tensors)
+        ctx.seen.append(samples_of(argument))
+        return None, 2 * grad, None
+
+
+def test_samples_are_one_object_that_recompute_keeps():
+    known, seen = Samples((0, 7), ((2, 5), (1, 3, 5)), {cp.Causal(): object()}), []
+    x = torch.ones(2, requires_grad=True)
+    Twice.apply(seen, x, passed_on(known)).sum().backward()
+    assert seen[0] is seen[1] is known and passed_on(Samples()) is None and samples_of(None) == Samples()
+    assert [one.numbers + one.ends for one in known.each()] == [(0, (2, 5)), (7, (1, 3, 5))]
+    assert all(one.plans is known.plans for one in known.each())
+    assert samples_of(torch.tensor([[2, 5, 5], [1, 3, 5]])) == Samples((), ((2, 5), (1, 3, 5)))
 
 
 def test_alibi_slopes():

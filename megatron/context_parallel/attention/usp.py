@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.attend import Kept, tiled_attention
 from megatron.context_parallel.attention.ring import GatherSource, RingSource
-from megatron.context_parallel.attention.ring_plan import attention_plan
+from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
 from megatron.context_parallel.attention.rule import AttentionRule, one_dtype
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
@@ -82,12 +82,14 @@ def attention_by_rule(
     masks: Sequence[Mask],
     key_layout: SequenceLayout | None = None,
     kept: Kept | None = None,
+    plans: Mapping[Mask, AttentionPlan] | None = None,
 ) -> Tensor:
     """:func:`attention` with its options given as a rule.
 
     Args:
         masks: one for all samples of the batch, or one for each; they replace the rule's mask.
         kept: see :func:`~megatron.context_parallel.attention.attend.tiled_attention`.
+        plans: by mask, where they are already made.
     """
     refuse_transforms("attention")
     q, k, v = one_dtype(q, k, v)
@@ -105,13 +107,15 @@ def attention_by_rule(
     rules = [replace(rule, mask=mask) for mask in masks]
     if len(rules) > 1 and rule.dropout is not None:
         rules = [replace(each, dropout=rule.dropout.of_samples(i, i + 1)) for i, each in enumerate(rules)]
+    plans = [(plans or {}).get(mask) for mask in masks]
     local = partial(local_attention, layout=layout, key_layout=key_layout, kept=kept)
 
     def by_sample(*qkv: Tensor) -> Tensor:
         if len(rules) == 1:
-            return local(*qkv, rule=rules[0])
+            return local(*qkv, rule=rules[0], plan=plans[0])
         samples = zip(*(x.split(1, dim=1) for x in qkv))
-        return torch.cat([local(*sample, rule=each) for sample, each in zip(samples, rules)], dim=1)
+        parts = zip(samples, rules, plans)
+        return torch.cat([local(*sample, rule=each, plan=plan) for sample, each, plan in parts], dim=1)
 
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)
 
@@ -125,6 +129,7 @@ def local_attention(
     rule: AttentionRule,
     key_layout: SequenceLayout | None = None,
     kept: Kept | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Attention of this rank's heads over the ring, between Ulysses' two all-to-alls."""
     grid = layout.grid
@@ -132,7 +137,7 @@ def local_attention(
     up = rule.local_up(q_SBHD, grid.ulysses)
     value_dim = v_SBHD.size(3) if up is None else up.size(1) - q_SBHD.size(3) + k_SBHD.size(3)
     kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, value_dim)
-    plan = attention_plan(layout, rule.mask, key_layout)
+    plan = plan or attention_plan(layout, rule.mask, key_layout)
     if rule.gather_keys and grid.ring.size > 1:
         source = GatherSource(plan.gathered(), grid.ring)
     else:

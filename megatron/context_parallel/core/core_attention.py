@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 from megatron.context_parallel.attention.attend import Kept
 from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
-from megatron.context_parallel.layout.documents import Samples, samples
+from megatron.context_parallel.layout.documents import Samples, samples_of
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, Window
 from megatron.context_parallel.positions.position_dropout import Dropout
 
@@ -114,7 +114,7 @@ class ContextParallelAttention(MegatronModule):
         """q [s_local, b, heads, d], k and v [s_local, b, kv_heads, d] -> [s_local, b, heads * d].
 
         Args:
-            attention_mask: not a mask but the batch's samples, as layout/documents.py packs them.
+            attention_mask: not a mask but the batch's samples (layout/documents.py).
             attn_mask_type: of this call; default: the layer's.
             packed_seq_params: the ends of the documents in the complete sequence; then q, k and v may have no
                 dimension b.
@@ -134,7 +134,7 @@ class ContextParallelAttention(MegatronModule):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         if packed_seq_params is not None and not self.settings.separate:
             raise ValueError("packed_seq_params separates documents: use AttentionSettings(separate=True)")
-        batch = with_packed(samples(attention_mask), packed_seq_params, rule.mask)
+        batch = with_packed(samples_of(attention_mask), packed_seq_params, rule.mask)
         if kind in PADDED and not batch.ends:
             raise ValueError(f"attn_mask_type={kind.name} needs packed_seq_params, which say which tokens are padding")
         if batch.ends and query.size(1) != len(batch.ends):
@@ -153,6 +153,7 @@ class ContextParallelAttention(MegatronModule):
             layout=self.settings.layout_of(batch),
             rule=replace(rule, dropout=self.dropout_of(batch), sinks=self.sinks(query.device), up=up),
             masks=self.settings.masks_of(batch, rule.mask),
+            plans=batch.plans,
             kept=self.kept if random.is_checkpointing() else None,
         )
         return out.flatten(2)

@@ -46,7 +46,7 @@ class ModelDropout:
         if not batch.numbers:
             raise ValueError(
                 "dropout needs the number of each sample in the run: pass "
-                "layout.documents.samples_tensor(numbers, document_ends) in place of the attention mask"
+                "layout.documents.passed_on(Samples(numbers)) in place of the attention mask"
             )
         return Dropout(probability, self.seed, stream, batch.numbers, first_head)
 

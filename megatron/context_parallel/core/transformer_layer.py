@@ -28,7 +28,7 @@ from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spa
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer
 from megatron.context_parallel.fpdt.host_store import HiddenStates, Offload
-from megatron.context_parallel.layout.documents import Samples, samples
+from megatron.context_parallel.layout.documents import Samples, samples_of
 from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span
@@ -166,7 +166,7 @@ class LongContextLayer(TransformerLayer):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[s_local, b, h] -> [s_local, b, h] and None. ``attention_mask`` has the samples (layout/documents.py)."""
-        self.dropout = self._hidden_dropout(samples(attention_mask))
+        self.dropout = self._hidden_dropout(samples_of(attention_mask))
         if not self.parallel_residual:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         self.attended, context = self._forward_attention(hidden_states, attention_mask, *args, **kwargs)
@@ -244,14 +244,14 @@ class ChunkedTransformerLayer(LongContextLayer):
         if not self.chunks.fpdt:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         self._refuse(signature(super()._forward_attention).bind(hidden_states, attention_mask, *args, **kwargs))
-        batch = samples(attention_mask)
+        batch = samples_of(attention_mask)
         if not self.has_mixer:
             output = hidden_states
         elif len(batch.ends) <= 1:
             output = self._chunked(hidden_states, batch)
         else:
-            parts = zip(hidden_states.split(1, dim=1), attention_mask.split(1))  # each sample has its own tiles
-            output = torch.cat([self._chunked(part, samples(packed)) for part, packed in parts], dim=1)
+            parts = zip(hidden_states.split(1, dim=1), batch.each(), strict=True)  # each sample has its own tiles
+            output = torch.cat([self._chunked(part, sample) for part, sample in parts], dim=1)
         if self.is_moe_layer or not self.has_mixer:
             offload = self.chunks.offload if self.chunks.streamed else None
             output = self._ffn_in_chunks(output, self._hidden_dropout(batch), kwargs.get("padding_mask"), offload)
@@ -304,7 +304,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         sinks = core.sinks(next(self.parameters()).device)
         rule = replace(core.rule, mask=mask, dropout=core.dropout_of(batch), sinks=sinks)
         project = partial(self._project, layout, batch.ends[0] if batch.ends else None)
-        return ChunkedLayer(project=project, rule=rule, **common)(hidden_states)
+        return ChunkedLayer(project=project, rule=rule, plan=batch.plans.get(mask), **common)(hidden_states)
 
     def _project(
         self, layout: SequenceLayout, ends: tuple[int, ...] | None, x: Tensor, chunk: int

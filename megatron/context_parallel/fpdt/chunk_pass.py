@@ -41,7 +41,7 @@ class ChunkPass:
     def __init__(self, layer: LayerFunctions, x: Tensor, *, saving: bool) -> None:
         self.layer, self.saving = layer, saving
         self.work = ChunkWork(layer)
-        self.plan = attention_plan(layer.layout, layer.rule.mask)
+        self.plan = layer.plan or attention_plan(layer.layout, layer.rule.mask)
         self.chunks, self.spans = range(layer.layout.chunks), layer.layout.local_chunks
         self.x: HiddenStates | None = HiddenStates(x, layer.offload)
         self.dx: HiddenStates | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.attend import sinks_grad
 from megatron.context_parallel.attention.kernels.sums import packed, unpacked
+from megatron.context_parallel.attention.ring_plan import AttentionPlan
 from megatron.context_parallel.attention.rule import AttentionRule, TileKernel, one_dtype
 from megatron.context_parallel.attention.ulysses import heads_to_sequence, sequence_to_heads, sequence_to_heads_grad
 from megatron.context_parallel.fpdt.chunked_ffn import GradientSums, Replay, even_spans, keep, take_kept
@@ -39,6 +40,7 @@ class LayerFunctions:
     streamed: bool = False
     recompute: bool = False
     replay: Replay | None = None
+    plan: AttentionPlan | None = None
 
     def __post_init__(self) -> None:
         if self.streamed and self.offload is None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,43 +138,61 @@ def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> lis
     return shares
 
 
-# Layers get what they need to know about a batch's samples in one tensor, which megatron-core passes to all of them as
-# ``attention_mask``: int64 [b, n] in host memory. A first column of negative numbers identifies the samples of the run;
-# the ends of documents follow. Either part may be missing. It is a tensor because recompute keeps no other arguments.
-
-
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a batch.
+    """The samples of a batch, as layers get them.
 
     Attributes:
         numbers: the number of each sample among all samples of the run; () if unknown.
         ends: the ends of each sample's documents; () if each sample is one document.
+        plans: attention's plans by mask, if the loader's processes made them; of others, layers make their own.
     """
 
     numbers: tuple[int, ...] = ()
     ends: tuple[tuple[int, ...], ...] = ()
+    plans: Mapping[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def each(self) -> list[Samples]:
+        """One of these for each sample whose documents are known."""
+        numbers = [(number,) for number in self.numbers] or [()] * len(self.ends)
+        return [Samples(number, (row,), self.plans) for number, row in zip(numbers, self.ends, strict=True)]
+
+
+class SamplesArgument(Tensor):
+    """:class:`Samples` as megatron-core's layers pass them on, in the place of a dense mask.
+
+    It is a tensor, of no elements, because core's recompute keeps no other arguments, and stays the same object when
+    recompute detaches it.
+
+    Attributes:
+        samples: what it holds.
+    """
+
+    samples: Samples
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def detach(self) -> SamplesArgument:
+        return self
 
 
 @replaceable
-def samples_tensor(numbers: Tensor | None, ends: Tensor | None) -> Tensor | None:
-    """One tensor with ``numbers`` [b] and ``ends`` [b, n], int64; None if both are None."""
-    if numbers is None:
-        return ends
-    first = (-1 - numbers)[:, None]
-    return first if ends is None else torch.cat((first, ends), dim=1)
+def passed_on(samples: Samples) -> SamplesArgument | None:
+    """The argument ``attention_mask`` of core's layers that holds ``samples``; None if there is nothing to know."""
+    if not samples.numbers and not samples.ends:
+        return None
+    argument = torch.empty(0, dtype=torch.int64).as_subclass(SamplesArgument)
+    argument.samples = samples
+    return argument
 
 
-def samples(packed: Tensor | None) -> Samples:
-    """Unpack a tensor of :func:`samples_tensor`.
+def samples_of(argument: Tensor | None) -> Samples:
+    """The samples that a layer was passed. A plain tensor [b, n] has the ends of documents.
 
     Raises:
         ValueError: the tensor is something else, for example a dense mask.
     """
-    if packed is None:
+    if argument is None:
         return Samples()
-    rows = document_rows(packed)
-    if not all(row and row[0] < 0 for row in rows):
-        return Samples(ends=tuple(rows))
-    ends = tuple(row[1:] for row in rows)
-    return Samples(tuple(-1 - row[0] for row in rows), ends if all(ends) else ())
+    if isinstance(argument, SamplesArgument):
+        return argument.samples
+    return Samples(ends=tuple(document_rows(argument)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron.context_parallel.layout.documents import samples_tensor
+from megatron.context_parallel.layout.documents import passed_on
 from megatron.platform import Platform, cpu
 from megatron.platform.hooks import replaced
 from megatron.platform.simulated_cluster import fake_tensors, outside_fakes, simulated_world
@@ -215,7 +215,7 @@ def run_rank(
                     profile.mark(phase)
                     watch.mark(phase)
 
-                stack.enter_context(replaced(samples_tensor, outside_fakes))
+                stack.enter_context(replaced(passed_on, outside_fakes))
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
                 if stretch:
                     run = stretch.micro_batches

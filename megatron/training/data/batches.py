@@ -35,7 +35,7 @@ class Plans(Protocol):
 
     def make(self, ends: torch.Tensor) -> list[bytes]: ...
 
-    def receive(self, ends: torch.Tensor, made: list[bytes]) -> None: ...
+    def receive(self, ends: torch.Tensor, made: list[bytes]) -> dict[Any, Any]: ...
 
 
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
@@ -180,7 +180,7 @@ class _Batches:
         if self._plans is not None and not self._ready:
             batch = self._read()
             if isinstance(batch, dict):
-                self._plans.receive(batch["document_ends"], batch.pop("plans"))
+                batch["plans"] = self._plans.receive(batch["document_ends"], batch["plans"])
             self._ready.append(batch)
 
     def _read(self) -> Batch | DataError | None:
@@ -240,7 +240,7 @@ def micro_batches(
     ``numbers`` [b] are the numbers of the samples in the run, which seed dropout; with ``numbers_only`` nothing else is
     read. With ``eod``, the end-of-document token, ``document_ends`` [b, n] are added: the ends of the documents in each
     sample, from the dataset or from this token. With ``plans``, the loader's processes also make the batch's attention
-    plans, which the layers then find. The iterator's ``prepare()`` reads the next batch before it is asked for. With
+    ``plans``, by mask. The iterator's ``prepare()`` reads the next batch before it is asked for. With
     ``spans`` of the ``s + 1`` tokens, only tokens at these positions are read, and the others are 0; not with ``eod``.
 
     Call it only on pipeline stages that need the data: the first and the last, and all with ``eod``. The global batch
@@ -299,8 +299,7 @@ def shard_batch(
     local["position_ids"] = local["position_ids"].expand(rows, -1)
     if documents:
         local["document_ends"] = ends
-    if "numbers" in batch:
-        local["numbers"] = batch["numbers"]
+    local |= {key: batch[key] for key in ("numbers", "plans") if key in batch}
     if ahead and all(key in batch for key in KEYS):
         further = [shifted(batch, positions, tokens) for tokens in range(1, ahead + 1)]
         local["ahead"] = {key: torch.stack([one[key] for one in further]).to(device) for key in KEYS}

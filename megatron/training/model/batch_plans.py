@@ -23,7 +23,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
     walk_numbers,
     walk_sizes,
 )
-from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
+from megatron.context_parallel.attention.ring_plan import AttentionPlan
 from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.masks import Documents, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -81,14 +81,14 @@ class BatchPlans:
         answers = {key: value for key, value in plan.known.items() if not key[0].startswith("_")}
         return Numbers(dealt, answers, plan.shared)
 
-    def receive(self, ends: Tensor, made: list[Numbers]) -> None:
-        """Give the plans to the layers, with their tables on the device."""
-        rows = document_rows(ends)
+    def receive(self, ends: Tensor, made: list[Numbers]) -> dict[Mask, AttentionPlan]:
+        """The batch's plans by mask, for the layers, with their tables on the device."""
+        rows, plans = document_rows(ends), {}
         for mask, numbers in zip(self._masks(rows), made, strict=True):
-            plan = attention_plan(self.layout.of_documents(rows[0], numbers.dealt), mask)
-            if not plan.known:
-                plan.known = numbers.answers
-                plan.shared = numbers.shared | _copied(numbers.shared, self.device)
+            plan = plans[mask] = AttentionPlan(self.layout.of_documents(rows[0], numbers.dealt).without_groups(), mask)
+            plan.known = numbers.answers
+            plan.shared = numbers.shared | _copied(numbers.shared, self.device)
+        return plans
 
     def _masks(self, rows: list[tuple[int, ...]]) -> Iterator[Mask]:
         return (Documents(row, mask) for row in dict.fromkeys(rows) for mask in self.masks)

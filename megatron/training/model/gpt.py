@@ -19,7 +19,7 @@ from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.log_probs import log_probs
-from megatron.context_parallel.layout.documents import samples
+from megatron.context_parallel.layout.documents import samples_of
 from megatron.context_parallel.layout.grid import Axis
 
 
@@ -63,7 +63,7 @@ class LongContextGPT(GPTModel):
         ahead: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As core's; ``attention_mask`` is the batch's tensor of samples and documents (layout/documents.py).
+        """As core's; ``attention_mask`` is the batch's samples (layout/documents.py).
 
         ``ahead`` has the tokens, labels and loss masks for multi-token prediction (:func:`batches.shifted`).
         """
@@ -86,7 +86,7 @@ class LongContextGPT(GPTModel):
         """
         if loss_mask is None:
             return None
-        layout = self.settings.layout_of(samples(self._samples))
+        layout = self.settings.layout_of(samples_of(self._samples))
         result = places(layout.positions.to(loss_mask.device), loss_mask)
         return result.chunk(self.tensor.size, dim=1)[self.tensor.rank] if self.config.sequence_parallel else result
 
@@ -102,7 +102,7 @@ class LongContextGPT(GPTModel):
             return super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
         dropout = None
         if self.training and self.settings.dropout.hidden:
-            batch = samples(self._samples)
+            batch = samples_of(self._samples)
             layout = self.settings.layout_of(batch)
             dropout = HiddenDropout(self.settings.dropout, batch, layout, self.config.sequence_parallel)
         streamed = self.chunks is not None and self.chunks.streamed

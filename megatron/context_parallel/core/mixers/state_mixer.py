@@ -28,7 +28,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
 from megatron.context_parallel.core.core_attention import with_packed
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
-from megatron.context_parallel.layout.documents import samples
+from megatron.context_parallel.layout.documents import samples_of
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.linear_attention.mixer import linear_attention
 from megatron.context_parallel.linear_attention.rules import LinearRule
@@ -133,7 +133,7 @@ class StateMixer(MegatronModule):
         """[s_local, b, h] -> [s_local, b, h] and no bias; with sequence parallelism both are [s_local / TP, b, h].
 
         Args:
-            attention_mask: not a mask but the batch's samples, as layout/documents.py packs them.
+            attention_mask: not a mask but the batch's samples (layout/documents.py).
             packed_seq_params: the ends of the documents in the complete sequence.
 
         Raises:
@@ -141,7 +141,7 @@ class StateMixer(MegatronModule):
         """
         if inference_context is not None or attention_bias is not None:
             raise ValueError("a layer with a state supports neither inference_context nor attention_bias")
-        batch = with_packed(samples(attention_mask), packed_seq_params, Causal())
+        batch = with_packed(samples_of(attention_mask), packed_seq_params, Causal())
         projected = self.projected(hidden_states)
         if self.training and self.config.recompute_granularity == "selective":
             mixed = checkpoint(lambda *x: self._mix(*x, batch), False, *projected)
