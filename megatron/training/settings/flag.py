@@ -94,6 +94,11 @@ def every(setting: Field, key: str) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
+def kinds_of(setting: Field) -> list[str]:
+    """The switches of the kinds of layers, if the setting belongs to any."""
+    return [condition.switch for condition in every(setting, "read_with") if condition.switch]
+
+
 def names_with(section: Any, key: str, *values: Any) -> list[str]:
     """Names of the settings of a section, or of its class, that have ``key``, as one of ``values``."""
     having = (one for one in fields(section) if key in one.metadata)
@@ -104,7 +109,7 @@ def for_core(section: Any, config: Any) -> dict[str, Any]:
     """The settings of ``section`` by their names in megatron-core; of kinds of layers, those that the model has."""
 
     def used(setting: Field) -> bool:
-        return all(condition.holds(config) for condition in every(setting, "read_with") if condition.layers)
+        return all(condition.holds(config) for condition in every(setting, "read_with") if condition.switch)
 
     passed = (one for one in fields(section) if one.metadata.get("core") and used(one))
     return {

@@ -411,11 +411,14 @@ class ModelConfig:
         "or by the two ratios",
         type=str,
         network=WEIGHTS,
+        read_with=HYBRID,
     )
     hybrid_attention_ratio: float = flag(
-        0.0, "hybrid model: share of attention layers, which are spread evenly", network=WEIGHTS
+        0.0, "hybrid model: share of attention layers, which are spread evenly", network=WEIGHTS, read_with=HYBRID
     )
-    hybrid_mlp_ratio: float = flag(0.0, "hybrid model: share of MLP layers, which are spread evenly", network=WEIGHTS)
+    hybrid_mlp_ratio: float = flag(
+        0.0, "hybrid model: share of MLP layers, which are spread evenly", network=WEIGHTS, read_with=HYBRID
+    )
     mamba_state_dim: int = flag(
         128,
         "hybrid model: state of Mamba2 for each number of a head",
@@ -571,7 +574,9 @@ class ModelConfig:
         core=True,
     )
     moe_enable_routing_replay: bool = flag(
-        False, "layers of --recompute-granularity full keep the experts of their first pass, and choose them again"
+        False,
+        "layers of --recompute-granularity full keep the experts of their first pass, and choose them again",
+        read_with=EXPERTS,
     )
     moe_token_drop_policy: str = flag(
         "probs",

@@ -13,12 +13,13 @@ class Condition(NamedTuple):
     Attributes:
         text: for the note on a flag that has none.
         holds: of a complete configuration.
-        layers: whether the settings are those of a kind of layer; core then gets them only for models with such layers.
+        switch: of the settings of a kind of layer, the one that gives a model such layers. In other models checkpoints
+            are not compared by the settings of this kind, and core does not get them.
     """
 
     text: str
     holds: Callable[[Any], bool]
-    layers: bool = False
+    switch: str | None = None
 
 
 ROTARY = ("rope", "yarn")  # values of --position-embedding-type that rotate queries and keys
@@ -77,19 +78,21 @@ PLANNED_PACKING = Condition("read only with --packing best-fit or by-work", lamb
 SFT = Condition("read only with --sft", lambda c: c.data.sft)
 DPO = Condition("read only with --dpo", lambda c: c.data.dpo)
 WITHOUT_SFT = Condition("not read with --sft", lambda c: not c.data.sft)
-EXPERTS = Condition("read only with --num-experts", lambda c: c.model.num_experts is not None, layers=True)
-MTP = Condition("read only with --mtp-num-layers", lambda c: bool(c.model.mtp_num_layers))
-LATENT = Condition("read only with --multi-latent-attention", lambda c: c.model.multi_latent_attention, layers=True)
+EXPERTS = Condition("read only with --num-experts", lambda c: c.model.num_experts is not None, switch="num_experts")
+MTP = Condition("read only with --mtp-num-layers", lambda c: bool(c.model.mtp_num_layers), switch="mtp_num_layers")
+LATENT = Condition(
+    "read only with --multi-latent-attention", lambda c: c.model.multi_latent_attention, switch="multi_latent_attention"
+)
 LINEAR = Condition(
     "read only with --experimental-attention-variant",
     lambda c: c.model.experimental_attention_variant is not None,
-    layers=True,
+    switch="experimental_attention_variant",
 )
 STATES = Condition(
     "read only with --experimental-attention-variant or --is-hybrid-model",
     lambda c: c.model.experimental_attention_variant is not None or c.model.is_hybrid_model,
 )
-HYBRID = Condition("read only with --is-hybrid-model", lambda c: c.model.is_hybrid_model, layers=True)
+HYBRID = Condition("read only with --is-hybrid-model", lambda c: c.model.is_hybrid_model, switch="is_hybrid_model")
 LORA = Condition("read only with --lora-rank", lambda c: c.model.lora_rank is not None)
 TIKTOKEN = Condition("read only with --tokenizer-type TikTokenizer", lambda c: c.data.tokenizer_type == "TikTokenizer")
 TOKENIZER_FILE = Condition("this tokenizer reads no file", lambda c: c.data.tokenizer_type not in FILELESS)
@@ -100,3 +103,6 @@ PYTORCH_PROFILER = Condition(
     "read only with --profile and --use-pytorch-profiler",
     lambda c: c.logging.profile and c.logging.use_pytorch_profiler,
 )
+
+# Kinds of layers that not every model has.
+KINDS = (EXPERTS, LATENT, LINEAR, HYBRID, MTP)

@@ -24,16 +24,11 @@ from megatron.training.checkpoint.megatron_lm.checked import fitting
 from megatron.training.data.tokenizer import padded_vocab_size
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
-from megatron.training.settings.flag import NEVER
+from megatron.training.settings.flag import NEVER, kinds_of
 from megatron.training.settings.models import derive_shape, model_shape
 from megatron.training.settings.read_with import ROTARY
-from megatron.training.settings.same_network import attention_settings
+from megatron.training.settings.same_network import OLDER, attention_settings
 
-# Not read: a checkpoint with experts, latents or MTP is refused, and without them these have no meaning.
-OF_OTHERS = (
-    "num_experts", "moe_", "multi_latent", "q_lora", "kv_lora", "qk_head_dim", "qk_pos", "v_head_dim", "rope_type",
-    "mtp_", "experimental_attention", "linear_", "is_hybrid", "hybrid_", "mamba_",
-)  # fmt: skip
 # Arguments of networks that are not supported: name, values without effect, and the feature's name.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_experts": ((None,), "experts"),
@@ -85,10 +80,10 @@ def settings_of(args: dict[str, Any], where: object) -> dict[str, Any]:
     for size in ("num_layers", "hidden_size", "num_attention_heads"):
         if args.get(size) is None:
             raise Refusal(f"checkpoint {where}: its args give no --{size.replace('_', '-')}")
-    known = {
+    known = {  # without the settings of layers that are refused: they have no meaning
         field.name: args[field.name]
         for field in fields(ModelConfig)
-        if not field.name.startswith(OF_OTHERS) and field.metadata.get("loaded") != NEVER
+        if not (kinds_of(field) or field.name in OLDER) and field.metadata.get("loaded") != NEVER
         if args.get(field.name) is not None
     }
     for name, older in OLDER_NAMES.items():

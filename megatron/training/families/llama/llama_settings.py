@@ -16,7 +16,7 @@ from megatron.training.refusal import Refusal, reason
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.flag import FUNCTION, WEIGHTS, every
 from megatron.training.settings.models import LLAMA, derive_shape, is_gated
-from megatron.training.settings.read_with import ROTARY
+from megatron.training.settings.read_with import KINDS, LINEAR, ROTARY
 from megatron.training.untrusted.largest_numbers import check_numbers
 
 # Constants of Llama 3's RoPE scaling in Megatron; only the factor can be set.
@@ -155,22 +155,15 @@ SAID = """
     rotary_base rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor norm_epsilon add_bias_linear
     untie_embeddings_and_output_weights
 """.split()
-# Layers of other kinds; models that have them are of another family.
-OTHER_LAYERS = (
-    "multi_latent_attention",
-    "is_hybrid_model",
-    "hybrid_",
-    "mtp_num_layers",
-    "num_experts",
-    "linear_attention_freq",
-)
+# Models with layers of these kinds are of other families.
+OTHERS = [kind.switch for kind in KINDS if kind is not LINEAR]
 FIXED = {"squared_relu": False} | {
     field.name: LLAMA.get(field.name, field.default)
     for field in fields(ModelConfig)
     if field.metadata.get("network") in (WEIGHTS, FUNCTION)
     and field.name not in (*SAID, *YARN)
-    and not field.name.startswith(OTHER_LAYERS)
-    and not any(condition.layers for condition in every(field, "read_with"))
+    and field.name not in OTHERS
+    and not any(condition.switch for condition in every(field, "read_with"))
 }
 
 PLACES = ("reordered_norm", "qk_layernorm_all_heads", "parallel_residual")
