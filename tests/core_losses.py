@@ -76,8 +76,11 @@ def losses(kind: str, grid: str, steps: int = STEPS) -> Result:
     from megatron.training.refusal import Refusal
     from tests.distributed.training_runs import make_job, train_job
 
+    model, axes = KINDS[kind], GRIDS[grid][1]
+    if "--num-layers 4" in axes:
+        model = model.replace("[0]+[1]", "[0]+[1]*3")
     try:
-        return train_job(make_job(f"{KINDS[kind]} {GRIDS[grid][1]}"), steps)[0]
+        return train_job(make_job(f"{model} {axes}"), steps)[0]
     except Refusal as refusal:
         return str(refusal)
 
