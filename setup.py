@@ -44,6 +44,7 @@ setup(
     packages=find_namespace_packages(
         include=[
             "megatron",
+            "megatron.certifying*",
             "megatron.context_parallel*",
             "megatron.training*",
             "megatron.inference*",

@@ -99,7 +99,7 @@ COLLECTIVES = {
     "simulator.dry_run.recording.fp8._Linear": SIMULATION,
     "simulator.machines.measure_device.communicator": SIMULATION,
     "simulator.machines.measure_links": SIMULATION,
-    "training.certifying.whole_gradients": "gathers what tests compare",
+    "certifying.programs": "gathers what is compared",
     "training.checkpoint.in_memory.copy_file.swap": COPIES,
     "training.checkpoint.in_memory.restart": COPIES,
     "training.checkpoint.in_memory.state.TrainingState.load": COPIES,

@@ -14,8 +14,8 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.context_parallel.certifying.recording import Outcome
-from megatron.context_parallel.certifying.rows import contiguous, striped, zigzag
+from megatron.certifying.recording import Outcome
+from megatron.certifying.rows import contiguous, striped, zigzag
 
 LENGTH, WORDS, WIDTH, HEADS = 48, 31, 16, 2
 ENDS = (17, 30, LENGTH)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
         print(f"error: {refusal.render()}", file=sys.stderr)
         return EXIT_REFUSED
     import megatron.context_parallel as cp
-    from megatron.context_parallel.certifying.processes_of_program import ProgramFailed
+    from megatron.certifying.processes_of_program import ProgramFailed
 
     for note in notes:
         print(f"note: {note}")
@@ -90,14 +90,14 @@ def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], lis
     if not words:
         raise Refusal("no program: give a training command, FILE.py:NAME or a config.json")
     if len(words) == 1 and re.search(r"\.py:\w+$", words[0]):
-        from tools.certify_programs import FromFile
+        from megatron.certifying.programs.of_file import OfFile
 
         if not args.grid:
             raise Refusal(f"{words[0]}: give its grids, for example --grid ranks=2")
         path, _, name = words[0].rpartition(":")
-        return FromFile(f"{os.path.abspath(path)}:{name}"), [], []
+        return OfFile(f"{os.path.abspath(path)}:{name}"), [], []
     if len(words) == 1 and Path(words[0]).exists() and not words[0].endswith(".py"):
-        from tools.certify_programs import HuggingFace
+        from megatron.certifying.programs.hugging_face_model import HuggingFace
 
         _check_config(Path(words[0]))
         return HuggingFace(words[0]), BOTH, []
@@ -121,9 +121,9 @@ def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[s
     if command is None:
         raise Refusal(f"{words[0]}: no training command such as torchrun pretrain_llama.py --num-layers ..., no "
                       "FILE.py:NAME and no file")  # fmt: skip
+    from megatron.certifying.programs.small_shape import grids_of, left_out, small_flags
+    from megatron.certifying.programs.training_program import TrainingProgram
     from megatron.training.arguments.parser import LARGEST, parse
-    from megatron.training.certifying.small_shape import grids_of, left_out, small_flags
-    from megatron.training.certifying.training_program import TrainingProgram
     from megatron.training.settings.models import LLAMA_DEFAULTS
 
     world = command.processes or size_of_grid(command.flags)

@@ -27,8 +27,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 import megatron.context_parallel as cp  # noqa: E402
 from benchmarks.certify.cases import CASES, Cell  # noqa: E402
 from benchmarks.forked_ranks import NOT_INSTALLED, RankFailed, on_each_rank  # noqa: E402
-from megatron.context_parallel.certifying.comparing import Compared, compare  # noqa: E402
-from megatron.context_parallel.certifying.recording import GRADIENT, LOSS, UPDATE, Reference, measure, record  # noqa: E402
+from megatron.certifying.comparing import Compared, compare  # noqa: E402
+from megatron.certifying.recording import GRADIENT, LOSS, UPDATE, Reference, measure, record  # noqa: E402
 
 FILE = Path(__file__).with_name("matrix.json")
 # Heading of a column: the program's file, and its grid.

@@ -9,11 +9,11 @@ x = layout.shard(tokens, dim=1)
 out = cp.attention(q, k, v, layout=layout, mask=cp.Causal())
 """
 
+from megatron.certifying.certificate import certify
+from megatron.certifying.recording import Outcome
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.attention.usp import attention
-from megatron.context_parallel.certifying.certificate import certify
-from megatron.context_parallel.certifying.recording import Outcome
 from megatron.context_parallel.core.groups import current_grid, initialize_grid
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.chunked_mixer import ChunkedLinearLayer

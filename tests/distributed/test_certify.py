@@ -11,9 +11,9 @@ from transformers import AutoConfig
 
 import megatron.context_parallel as cp
 from benchmarks.certify import matrix
-from megatron.context_parallel.certifying.bisecting import bisect
-from megatron.context_parallel.certifying.comparing import compare
-from megatron.context_parallel.certifying.recording import GRADIENT, measure, record
+from megatron.certifying.bisecting import bisect
+from megatron.certifying.comparing import compare
+from megatron.certifying.recording import GRADIENT, measure, record
 from tests.planted import ENDS, ERRORS, Planted, visible
 from tools import certify
 

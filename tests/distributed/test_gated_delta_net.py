@@ -184,8 +184,8 @@ def test_a_mistake_is_noticed(pool, reference, mistake, grid, name):
 
 def layer_in_fp64(flags: str, mistake: Any = None) -> dict[str, torch.Tensor]:
     """Output and gradients (input and weights) of the first layer's mixer, complete on each rank."""
+    from megatron.certifying.programs.whole_gradients import gather_over_tensor_parallel
     from megatron.training.arguments.parser import parse
-    from megatron.training.certifying.whole_gradients import gather_over_tensor_parallel
     from megatron.training.model.build import build_model
     from megatron.training.model.weights import sections
     from megatron.training.setup import start

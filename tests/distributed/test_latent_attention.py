@@ -182,8 +182,8 @@ def test_a_mistake_is_noticed(pool, reference, mistake, grid, names):
 
 def attention_in_fp64(flags: str) -> dict[str, torch.Tensor]:
     """Output and gradients (input and weights) of the first layer's attention, complete on each rank."""
+    from megatron.certifying.programs.whole_gradients import gather_over_tensor_parallel
     from megatron.training.arguments.parser import parse
-    from megatron.training.certifying.whole_gradients import gather_over_tensor_parallel
     from megatron.training.model.build import build_model
     from megatron.training.setup import start
 

@@ -139,9 +139,9 @@ def test_losses_and_gradients_do_not_depend_on_the_grid(pool, reference, world, 
 
 def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradients of a step on one process, with each label looked up one by one."""
+    from megatron.certifying.programs.whole_gradients import full_gradients
     from megatron.context_parallel.layout.documents import restart
     from megatron.platform.core_versions import inner_layer
-    from megatron.training.certifying.whole_gradients import full_gradients
     from megatron.training.job import batches_for
 
     job = make_job(flags)

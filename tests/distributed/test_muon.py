@@ -23,7 +23,7 @@ STEPS = 10
 
 def trained(flags, steps=STEPS):
     """The losses of some steps, and the weights after them."""
-    from megatron.training.certifying.whole_gradients import full_parameters
+    from megatron.certifying.programs.whole_gradients import full_parameters
 
     job = make_job(f"{MUON} {ALIKE} {flags}")
     losses = train_job(job, steps)[0]
@@ -77,7 +77,7 @@ def test_newton_schulz_on_the_part_of_a_rank_is_another_optimizer(pool, shared):
 
 def written_out(flags):
     """The largest difference between weights after some steps and those of a loop over the run's own gradients."""
-    from megatron.training.certifying.whole_gradients import full_gradients, full_parameters
+    from megatron.certifying.programs.whole_gradients import full_gradients, full_parameters
 
     job = make_job(f"{MUON} --weight-decay 0.1 {flags}")
     weights = {name: weight.double() for name, weight in full_parameters(job).items()}

@@ -253,7 +253,7 @@ def table(job) -> torch.Tensor | None:
     for chunk in job.chunks:
         for name, weight in canonical_parameters(unwrap(chunk)):
             if name == POSITIONS and hasattr(weight, "spans"):
-                from megatron.training.certifying.whole_gradients import gather_by_position
+                from megatron.certifying.programs.whole_gradients import gather_by_position
 
                 return gather_by_position(weight.detach(), weight.spans)
             if name == POSITIONS:

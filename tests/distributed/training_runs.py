@@ -56,7 +56,7 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
 @contextmanager
 def first_gradients(job: Any) -> Iterator[dict[str, torch.Tensor]]:
     """A dictionary that the first step within this context fills with the complete gradients, by canonical name."""
-    from megatron.training.certifying.whole_gradients import full_gradients
+    from megatron.certifying.programs.whole_gradients import full_gradients
 
     grads: dict[str, torch.Tensor] = {}
     prepare = job.optimizer.prepare_grads
@@ -127,7 +127,7 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
 
     Returns the number of copies in a step, and the names of gradients that differ in any bit.
     """
-    from megatron.training.certifying.whole_gradients import full_gradients
+    from megatron.certifying.programs.whole_gradients import full_gradients
     from megatron.training.job import batches_for
     from megatron.training.step import train_step
     from tests.adversary import Adversary

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.certifying import rounding
-from megatron.context_parallel.certifying.bisecting import _between
-from megatron.context_parallel.certifying.certificate import Certificate, OnGrid, check_finite
-from megatron.context_parallel.certifying.comparing import Compared, fitted, listed
-from megatron.context_parallel.certifying.recording import GRADIENT, Recording, Reference
-from megatron.context_parallel.certifying.rows import part_of, zigzag
-from megatron.context_parallel.certifying.sight import reach
+from megatron.certifying import rounding
+from megatron.certifying.bisecting import _between
+from megatron.certifying.certificate import Certificate, OnGrid, check_finite
+from megatron.certifying.comparing import Compared, fitted, listed
+from megatron.certifying.programs.small_shape import flags_of_grid, grids_of, left_out, small_flags
+from megatron.certifying.recording import GRADIENT, Recording, Reference
+from megatron.certifying.rows import part_of, zigzag
+from megatron.certifying.sight import reach
 from megatron.training.arguments.parser import parse
-from megatron.training.certifying.small_shape import flags_of_grid, grids_of, left_out, small_flags
 from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools import certify
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 # Modules that open files of weights. Each either gets its path from a Checked object, which only checked.py makes, or
 # compares the checksum itself.
 READERS = {
-    "context_parallel/certifying/processes_of_program.py",  # opens results of its own processes, not weights
+    "certifying/processes_of_program.py",  # opens results of its own processes, not weights
     "training/checkpoint/megatron_lm/checked.py",
     "training/checkpoint/megatron_lm/places.py",  # reads only the common state
     "training/checkpoint/older_formats.py",

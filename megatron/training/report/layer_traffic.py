@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.certifying.comparing import listed
 from megatron.context_parallel.attention.ring_plan import attention_plan
-from megatron.context_parallel.certifying.comparing import listed
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout

@@ -11,10 +11,10 @@ import torch
 from megatron.core import rerun_state_machine
 from torch import Tensor, nn
 
-from megatron.context_parallel.certifying.recording import Outcome
+from megatron.certifying.programs.small_shape import flags_of_grid
+from megatron.certifying.programs.whole_gradients import full_gradients, full_parameters
+from megatron.certifying.recording import Outcome
 from megatron.training.arguments.parser import parse
-from megatron.training.certifying.small_shape import flags_of_grid
-from megatron.training.certifying.whole_gradients import full_gradients, full_parameters
 from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.job import Job, batches_for, prepare
 from megatron.training.setup import start

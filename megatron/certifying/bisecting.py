@@ -9,8 +9,8 @@ from statistics import median
 
 from torch import Tensor
 
-from megatron.context_parallel.certifying.comparing import Compared, fitted, listed, ratio
-from megatron.context_parallel.certifying.recording import (
+from megatron.certifying.comparing import Compared, fitted, listed, ratio
+from megatron.certifying.recording import (
     BACKWARD,
     GRADIENT,
     INPUT,
@@ -23,7 +23,7 @@ from megatron.context_parallel.certifying.recording import (
     Reference,
     error,
 )
-from megatron.context_parallel.certifying.rows import Rows, find_positions, part_of
+from megatron.certifying.rows import Rows, find_positions, part_of
 
 
 @dataclass(frozen=True)

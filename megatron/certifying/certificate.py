@@ -11,12 +11,12 @@ from statistics import median
 
 import torch
 
-from megatron.context_parallel.certifying.bisecting import Place, bisect
-from megatron.context_parallel.certifying.comparing import Compared, compare
-from megatron.context_parallel.certifying.processes_of_program import Processes, Run
-from megatron.context_parallel.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
-from megatron.context_parallel.certifying.rows import Rows, find_positions
-from megatron.context_parallel.certifying.sight import (
+from megatron.certifying.bisecting import Place, bisect
+from megatron.certifying.comparing import Compared, compare
+from megatron.certifying.processes_of_program import Processes, Run
+from megatron.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
+from megatron.certifying.rows import Rows, find_positions
+from megatron.certifying.sight import (
     Allowed,
     Seen,
     changed_by_tokens,
@@ -152,7 +152,7 @@ def certify(
     Args:
         program: called on each rank of a process group as ``program(ulysses=2, ring=1)``, with all sizes 1 on one
             process. It builds its model from the same weights, computes one step on the same data, and returns an
-            :class:`~megatron.context_parallel.certifying.recording.Outcome`, or (model, loss). It is called several
+            :class:`~megatron.certifying.recording.Outcome`, or (model, loss). It is called several
             times in a process.
         grids: sizes by name, {"ulysses": 2}; a number N is {"ranks": N}.
         mask: with ``sees``: ``allowed(queries, keys)`` on positions, or a mask of this library.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron.context_parallel.certifying.rounding import SAMPLES, Rounding, factor, tensors
-from megatron.context_parallel.core.groups import forget_grid
+from megatron.certifying.rounding import SAMPLES, Rounding, factor, tensors
 
 Key = tuple  # (kind, name) or (kind, module, number of its call)
 Numbers = dict[Key, "Tensor | None"]
@@ -89,7 +89,8 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
         watch: also keep inputs, outputs and gradients of all modules.
         nudge: a context in which one token is changed (:class:`sight.Nudge`).
     """
-    forget_grid()  # of an earlier call
+    if groups := sys.modules.get("megatron.context_parallel.core.groups"):
+        groups.forget_grid()  # of an earlier call, if the program uses this library
     with ExitStack() as stack:
         calls = stack.enter_context(_watched()) if watch else []
         before = stack.enter_context(_first_update())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.certifying.recording import OUTPUT, Recording
+from megatron.certifying.recording import OUTPUT, Recording
 
 Rows = dict[int, Tensor]  # positions of a rank's tokens, by the number of tokens that its activations have
 

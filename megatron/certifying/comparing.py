@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.context_parallel.certifying.recording import (
+from megatron.certifying.recording import (
     GRADIENT,
     LOSS,
     NORM,

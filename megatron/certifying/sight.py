@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 
-from megatron.context_parallel.certifying.comparing import listed
-from megatron.context_parallel.certifying.recording import OUTPUT, Key, Program, record
-from megatron.context_parallel.certifying.rows import Rows
+from megatron.certifying.comparing import listed
+from megatron.certifying.recording import OUTPUT, Key, Program, record
+from megatron.certifying.rows import Rows
 
 Allowed = Callable[[Tensor, Tensor], Tensor]  # (positions of queries [.., 1], of keys [1, ..]) -> bool
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from megatron.context_parallel.certifying.recording import Recording, Reference
+from megatron.certifying.recording import Recording, Reference
 
 Run = Callable[..., list]  # (function, number of ranks, *arguments) -> its results by rank
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for tools/certify.py: a function of a file of the user's, and a small model of transformers."""
+"""A small model of transformers, of the kind of a config.json, as a program for ``cp.certify``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,6 @@ import megatron.context_parallel as cp
 LENGTH, VOCABULARY = 64, 97
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": VOCABULARY,
          "max_position_embeddings": 4 * LENGTH}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class FromFile:
-    """Calls the function NAME of FILE.py:NAME with the sizes of a grid."""
-
-    spec: str
-
-    def __call__(self, **sizes: int) -> Any:
-        from megatron.training.model.attention_rule import function_of
-
-        return function_of(self.spec, self.spec)(**sizes)
 
 
 @dataclass(frozen=True)
