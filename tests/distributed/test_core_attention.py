@@ -530,7 +530,7 @@ def test_rows_of_positions_of_a_tp_rank(spare):
 
 
 @pytest.mark.parametrize(
-    "options", [{"linear": (0,)}, {"pattern": "M"}, {"experts": {0: None}}, {"all_heads_norms": True},
+    "options", [{"mixers": {0: None}}, {"pattern": "M"}, {"experts": {0: None}}, {"all_heads_norms": True},
                 {"input_norms": False}]
 )  # fmt: skip
 def test_transformer_engine_has_no_layers_of_ours(options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -35,9 +34,8 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.context_parallel.core.core_attention import ContextParallelAttention
     from megatron.context_parallel.core.expert_choice import RouterRule
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
-    from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
-    from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
-    from megatron.context_parallel.core.mixers.mamba2 import Mamba2, Mamba2Submodules
+    from megatron.context_parallel.core.mixers.latent_attention import make_latent
+    from megatron.context_parallel.core.mixers.state_mixer import Mixer
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
         ChunkedTransformerLayer,
@@ -170,10 +168,8 @@ def block_spec(
     input_norms: bool = True,
     output_norms: bool = False,
     latent_norms: bool = False,
-    linear: Collection[int] = (),
+    mixers: Mapping[int, Mixer] | None = None,
     pattern: str = "",
-    dt_min: float = 0.0,
-    exchange: str = "auto",
     all_heads_norms: bool = False,
     parallel_residual: bool = False,
 ) -> TransformerBlockSubmodules:
@@ -194,16 +190,14 @@ def block_spec(
         output_norms: normalize the outputs of attention and FFN before they are added.
         latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
             ``transformer_engine`` nor with ``lora``.
-        linear: the layers of this stage, from 0, that have a Gated DeltaNet in place of attention; not with
+        mixers: the layers of this stage, from 0, that have something else in place of attention, from mixers/; not with
             ``transformer_engine``.
         pattern: for each layer of this stage what it consists of, as in core's MambaStack: M (Mamba2), * (attention), -
             (FFN) or E (FFN, in ``experts`` too); empty: attention and FFN. Not with ``transformer_engine``.
-        dt_min: the smallest time step of Mamba2.
-        exchange: how their states go from rank to rank.
         all_heads_norms: normalize queries and keys over all heads together; not with ``transformer_engine``.
         parallel_residual: attention and FFN both read the layer's input; not with ``chunks``.
     """
-    if (linear or pattern) and transformer_engine:
+    if (mixers or pattern) and transformer_engine:
         raise ValueError("Gated DeltaNet and Mamba2 need core's own layers: no transformer_engine")
     latents = config.multi_latent_attention
     if latents and transformer_engine:
@@ -233,7 +227,7 @@ def block_spec(
             params = {**attention.params, "tensor": settings.layout.grid.tensor}
             layer.submodules.self_attention = replace(attention, module=AllHeadsSelfAttention, params=params)
     if latents:
-        _make_latent(layer, latent_norms)
+        make_latent(layer, Norm if latent_norms else IdentityOp)
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
     if config.attention_output_gate and not all_heads_norms:
@@ -242,22 +236,15 @@ def block_spec(
     params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}
     params["parallel_residual"] = parallel_residual
     layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
-    for index in linear:
-        layers[index] = replace(layers[index], submodules=_with_state(layer.submodules, settings, exchange, lora))
     if pattern:
         layers = [
             replace(one, submodules=_half(one.submodules, kind)) for one, kind in zip(layers, pattern, strict=True)
         ]
-        mixer = ModuleSpec(
-            Mamba2,
-            params={"settings": settings, "exchange": exchange, "dt_min": dt_min},
-            submodules=Mamba2Submodules(_linear("in_proj", lora), _linear("out_proj", lora)),
-        )
-        names = {"input_layernorm.": "mixer.in_proj.layer_norm_", "self_attention.": "mixer."}  # in core's files
-        for index, kind in enumerate(pattern):
-            if kind == MAMBA:
-                own = replace(layers[index].submodules, self_attention=mixer, sharded_state_dict_keys_map=names)
-                layers[index] = replace(layers[index], submodules=own)
+    for index, mixer in (mixers or {}).items():
+        made = mixer(settings, partial(_linear, lora=lora), Norm)
+        names = {**layers[index].submodules.sharded_state_dict_keys_map, **made.names}
+        own = replace(layers[index].submodules, self_attention=made.spec, sharded_state_dict_keys_map=names)
+        layers[index] = replace(layers[index], submodules=own)
     for index, rule in (experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
         names = dict(layers[index].submodules.sharded_state_dict_keys_map)
@@ -279,7 +266,7 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 
-MAMBA, MIXERS = "M", "M*"  # in a pattern: layers with Mamba2, and layers without an FFN
+MIXERS = "M*"  # in a pattern: layers without an FFN
 
 
 def _half(submodules: TransformerLayerSubmodules, kind: str) -> TransformerLayerSubmodules:
@@ -287,31 +274,6 @@ def _half(submodules: TransformerLayerSubmodules, kind: str) -> TransformerLayer
     if kind in MIXERS:
         return replace(submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
     return replace(submodules, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp)
-
-
-def _with_state(
-    submodules: TransformerLayerSubmodules, settings: AttentionSettings, exchange: str, lora: Lora | None
-) -> TransformerLayerSubmodules:
-    """A layer with a Gated DeltaNet in place of attention, with the names that its weights have in core's files."""
-    names = {**submodules.sharded_state_dict_keys_map, "input_layernorm.": "self_attention.in_proj.layer_norm_"}
-    mixer = ModuleSpec(
-        GatedDeltaNet,
-        params={"settings": settings, "exchange": exchange},
-        submodules=GatedDeltaNetSubmodules(_linear("in_proj", lora), Norm, _linear("out_proj", lora)),
-    )
-    return replace(submodules, self_attention=mixer, sharded_state_dict_keys_map=names)
-
-
-def _make_latent(layer: ModuleSpec, norms: bool) -> None:
-    """Put our multi-latent attention into core's layer, with the names that its weights have in Megatron-LM's files."""
-    attention = layer.submodules.self_attention
-    attention.module = LatentAttention
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = Norm if norms else IdentityOp
-    layer.submodules.sharded_state_dict_keys_map = {
-        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
 
 
 def _add_adapters(layer: ModuleSpec, lora: Lora, transformer_engine: bool) -> None:

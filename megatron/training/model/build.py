@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.later_tokens import later_token_layers
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
+from megatron.context_parallel.core.mixers.gated_delta_net import gated_delta_net
+from megatron.context_parallel.core.mixers.mamba2 import mamba2
+from megatron.context_parallel.core.mixers.state_mixer import Mixer
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, LayerRule, NormedWords, block_spec
 from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
 from megatron.context_parallel.layout.grid import Grid
@@ -128,10 +131,8 @@ def _build_chunk(
             all_heads_norms=model.qk_layernorm_all_heads,
             parallel_residual=model.parallel_residual,
             latent_norms=model.multi_latent_attention and model.qk_layernorm,
-            linear=() if model.is_hybrid_model else _chosen(linear_layers(model), start, stop),
+            mixers=_mixers(config, start, stop),
             pattern=hybrid_pattern(model)[start:stop],
-            dt_min=model.mamba_dt_min,
-            exchange=config.parallel.linear_attention_exchange,
         )
 
     start, stop = stage_span(config, grid.pipeline.rank, stage or 0)
@@ -171,6 +172,21 @@ def _build_chunk(
     if config.chunks.offload_checkpoints:
         save_layer_inputs_in_host(chunk.decoder, offload)
     return chunk
+
+
+def _mixers(config: Config, start: int, stop: int) -> dict[int, Mixer]:
+    """The layers of a stage, from 0, that have something else in place of attention."""
+    model, exchange = config.model, config.parallel.linear_attention_exchange
+    if model.is_hybrid_model:
+        mixer = partial(mamba2, exchange=exchange, dt_min=model.mamba_dt_min)
+        return {index: mixer for index, kind in enumerate(hybrid_pattern(model)[start:stop]) if kind == "M"}
+    if not (chosen := _chosen(linear_layers(model), start, stop)):
+        return {}
+    return dict.fromkeys(chosen, partial(VARIANTS[model.experimental_attention_variant], exchange=exchange))
+
+
+# By --experimental-attention-variant: mixers of context_parallel/core/mixers/.
+VARIANTS = {"gated_delta_net": gated_delta_net}
 
 
 def _experts(model: ModelConfig, start: int, stop: int) -> dict[int, RouterRule] | None:

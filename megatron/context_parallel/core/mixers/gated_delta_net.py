@@ -19,10 +19,10 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.context_parallel.core.mixers.state_mixer import StateMixer
+from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec, StateMixer
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA
 
@@ -97,3 +97,13 @@ def unit(x: Tensor) -> Tensor:
     """Vectors of length 1 along the last dim, in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON)).to(x.dtype)
+
+
+def gated_delta_net(settings: AttentionSettings, linear: Linear, norm: type, *, exchange: str = "auto") -> MixerSpec:
+    """A Gated DeltaNet in place of attention."""
+    spec = ModuleSpec(
+        GatedDeltaNet,
+        params={"settings": settings, "exchange": exchange},
+        submodules=GatedDeltaNetSubmodules(linear("in_proj"), norm, linear("out_proj")),
+    )
+    return MixerSpec(spec, {"input_layernorm.": "self_attention.in_proj.layer_norm_"})

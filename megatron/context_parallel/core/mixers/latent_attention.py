@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
@@ -163,3 +163,15 @@ class LatentAttention(Attention):
         if not self.config.sequence_parallel:
             return copy_to_tensor_model_parallel_region(latent, group=tp)
         return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=tp)
+
+
+def make_latent(layer: ModuleSpec, norm: type) -> None:
+    """Put it into core's layer, with ``norm`` of the latents, and with its weights' names in Megatron-LM's files."""
+    attention = layer.submodules.self_attention
+    attention.module = LatentAttention
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = norm
+    layer.submodules.sharded_state_dict_keys_map = {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }

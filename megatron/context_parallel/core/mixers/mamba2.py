@@ -18,10 +18,11 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.context_parallel.core.mixers.state_mixer import StateMixer
+from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec, StateMixer
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.linear_attention.rules import MAMBA2
 
@@ -130,3 +131,15 @@ class GroupNorm(nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+def mamba2(
+    settings: AttentionSettings, linear: Linear, norm: type, *, exchange: str = "auto", dt_min: float = 0.0
+) -> MixerSpec:
+    """Mamba2 in place of attention; it has no other norm than its own."""
+    spec = ModuleSpec(
+        Mamba2,
+        params={"settings": settings, "exchange": exchange, "dt_min": dt_min},
+        submodules=Mamba2Submodules(linear("in_proj"), linear("out_proj")),
+    )
+    return MixerSpec(spec, {"input_layernorm.": "mixer.in_proj.layer_norm_", "self_attention.": "mixer."})

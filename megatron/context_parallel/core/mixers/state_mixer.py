@@ -7,9 +7,9 @@ A projection, a short convolution of some of its rows, a rule of linear attentio
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.tensor_parallel import checkpoint
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
@@ -35,6 +35,24 @@ from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 
 BY_KIND = ("weight", "lora_b")  # parameters of ``in_proj`` whose rows are of several kinds
+
+
+class MixerSpec(NamedTuple):
+    """What a layer has in place of attention, and what its weights are named in core's files.
+
+    Attributes:
+        spec: for core.
+        names: beginnings of the weights' names in the layer, and in files.
+    """
+
+    spec: ModuleSpec
+    names: dict[str, str]
+
+
+Linear = Callable[[str], "type | ModuleSpec"]
+"""The linear layer of a name, with an adapter if it gets one."""
+Mixer = Callable[["AttentionSettings", Linear, type], MixerSpec]
+"""Makes the spec from the settings, the linear layers and the class of norms; each file of this folder has one."""
 
 
 class StateMixer(MegatronModule):
