@@ -33,7 +33,7 @@ class WithPrograms(build_py):
 
 setup(
     name="megatron-longcontext",
-    version="0.2.0",
+    version="0.3.0",
     description="4D-parallel long-context training of GPT and Llama models on megatron-core",
     license="Apache-2.0",
     license_files=["LICENSE"],
