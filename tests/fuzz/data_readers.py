@@ -36,6 +36,7 @@ from megatron.training.data.chat_template import read_chats
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.sources import columnar, partitions, token_files
+from megatron.training.data.sources.answer_pairs import read_pairs
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.evaluation.haystack import read_ids
 from megatron.training.json_file import read_json
@@ -536,6 +537,12 @@ CHAT = b"""{"messages": [{"role": "user", "content": "a"}, {"role": "assistant",
 "content": null, "tool_calls": [{"function": {"name": "f"}}]}, {"role": "tool", "content": "1"}, \
 {"role": "assistant", "content": "c"}], "chat_template_kwargs": {"think": true}}
 """
+PAIRS = b"""{"prompt": "a", "chosen": "b", "rejected": "c", "n": 1}
+{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "chosen": [{"role": "assistant", \
+"content": "b"}], "rejected": [{"role": "assistant", "content": "c"}]}
+{"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "rejected": \
+[{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}], "tools": "[]"}
+"""
 HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
 for _name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet") * HAS_PYARROW:  # which columnar.py imports late
     importlib.import_module(_name)
@@ -611,6 +618,7 @@ READERS = [
     reader("plain_text", b"a text\nof two lines\n", text, encoded("text.txt"), "text.txt"),
     reader("fasta", FASTA, text, encoded("genome.fa"), "genome.fa"),
     reader("chats", CHAT, json_lines, lambda folder: list(read_chats("chats.jsonl", "--data-path")), "chats.jsonl"),
+    reader("pairs", PAIRS, json_lines, lambda folder: list(read_pairs("pairs.jsonl", "--data-path")), "pairs.jsonl"),
     reader("prompts", PROMPTS, json_lines, lambda folder: read_prompts([], folder / "p.jsonl", BYTES, 257), "p.jsonl"),
     reader("haystack", b"some text\nto hide in\n", text, lambda folder: read_ids(BYTES, "file", "--eval-haystack")),
     reader(

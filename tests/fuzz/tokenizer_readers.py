@@ -125,7 +125,7 @@ def render(folder: Path) -> None:
     given = (folder / "file").read_text(errors="replace")
     template = ChatTemplate(of_chats(str(folder)).transformers, given, "a tokenizer")
     with limited(chat_dataset, MEMORY=128 << 20, SECONDS=1):
-        chat_dataset.render("chats.jsonl", "--data-path", template)
+        chat_dataset.render("chats.jsonl", "--data-path", template, pairs=False)
 
 
 BPE = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
