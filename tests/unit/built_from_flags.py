@@ -109,7 +109,8 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         seen["host memory"] = chunks is not None and chunks.offload is not None
         seen["kept attention"] = settings.keep
         seen["streamed"] = chunks is not None and chunks.streamed
-        seen.update({f"layers.{name}": value for name, value in arguments.items()})
+        made = {index: (mixer.func, mixer.keywords) for index, mixer in arguments["mixers"].items()}
+        seen.update({f"layers.{name}": value for name, value in {**arguments, "mixers": made}.items()})
 
     def model(**arguments: Any) -> SimpleNamespace:
         names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type", "softcap")

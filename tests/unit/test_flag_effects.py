@@ -136,24 +136,24 @@ EFFECTS = f"""
 {MLA} | --v-head-dim 16 | core.v_head_dim core.kv_channels
 {MLA} --rope-type rope | --rotary-base 5000 | rope
 {MLA} --position-embedding-type yarn --rotary-scaling-factor 4 | --mscale 0.5 | rope
-| {GDN} | layers.linear core.linear_attention_freq ...
-{GDN} | --linear-attention-freq 2 | layers.linear core.linear_attention_freq
+| {GDN} | layers.mixers core.linear_attention_freq ...
+{GDN} | --linear-attention-freq 2 | layers.mixers core.linear_attention_freq
 {GDN} | --linear-conv-kernel-dim 3 | core.linear_conv_kernel_dim
 {GDN} | --linear-key-head-dim 16 | core.linear_key_head_dim
 {GDN} | --linear-value-head-dim 16 | core.linear_value_head_dim
 {GDN} | --linear-num-key-heads 8 | core.linear_num_key_heads
 {GDN} | --linear-num-value-heads 16 | core.linear_num_value_heads
-{GDN} | --linear-attention-exchange relay | layers.exchange
+{GDN} | --linear-attention-exchange relay | layers.mixers
 {GDN} | --linear-attention-kernel blocks | linear-kernel
 | {MAMBA} | core.is_hybrid_model layers.pattern ...
-{MAMBA} | --hybrid-override-pattern M*-M | layers.pattern
-{MAMBA} | --hybrid-attention-ratio 0.5 | layers.pattern
-{MAMBA} | --hybrid-mlp-ratio 0.5 | layers.pattern
+{MAMBA} | --hybrid-override-pattern M*-M | layers.mixers layers.pattern
+{MAMBA} | --hybrid-attention-ratio 0.5 | layers.mixers layers.pattern
+{MAMBA} | --hybrid-mlp-ratio 0.5 | layers.mixers layers.pattern
 {MAMBA} | --mamba-state-dim 16 | core.mamba_state_dim
 {MAMBA} | --mamba-head-dim 4 | core.mamba_head_dim core.mamba_num_heads
 {MAMBA} | --mamba-num-groups 4 | core.mamba_num_groups
 {MAMBA} | --mamba-num-heads 8 | core.mamba_num_heads
-{MAMBA} | --mamba-dt-min 0.01 | layers.dt_min
+{MAMBA} | --mamba-dt-min 0.01 | layers.mixers
 {ROPE} | --mtp-num-layers 1 | core.mtp_num_layers ...
 {ROPE} --mtp-num-layers 1 | --mtp-loss-scaling-factor 0.3 | core.mtp_loss_scaling_factor
 | --lora-rank 8 | layers.lora
