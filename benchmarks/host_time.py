@@ -22,15 +22,18 @@ import torch
 import megatron.context_parallel as cp
 from benchmarks.parallel_attention import log_normal
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_kernel
-from megatron.context_parallel.attention.ring_plan import _attention_plan
+from megatron.context_parallel.attention.ring_plan import AttentionPlan
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_layer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import deal
-from megatron.training.model.batch_plans import BatchPlans, Numbers, walk_sizes
+from megatron.context_parallel.layout.masks import Mask
+from megatron.training.model.batch_plans import BatchPlans, Numbers
 
 LENGTH, DEALT, RING = 2**17, 2**20, 16
 RECEIVED = "1,000 documents, prepared"
-SIZES = (walk_sizes(2, 128, None), frozenset())
+KIND = (2, 128, None)  # bytes of a number, size of a head, no GPU
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -54,24 +57,24 @@ def layers() -> None:
         "Longformer, blocks of 128": cp.BlockSparse(128, cp.LongformerBlocks(2, 1), LENGTH),
         "BigBird, blocks of 64": cp.BlockSparse(64, cp.BigBirdBlocks(1, 1, 3), LENGTH),
     }
-    layout = cp.SequenceLayout(LENGTH, cp.abstract_grid())
+    layout, rule = cp.SequenceLayout(LENGTH, cp.abstract_grid()), AttentionRule(kernel="triton")
     print(f"{LENGTH} tokens, 32 heads, ms: forward and backward of the first call; of later calls")
     for name, mask in masks.items():
         qkv = [torch.empty(LENGTH, 1, 32, 128, device="meta", requires_grad=True) for _ in range(3)]
         times: list[tuple[float, float]] = []
+        received: dict[Mask, AttentionPlan] = {}
         if name == RECEIVED:
-            _attention_plan.cache_clear()
-            plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), sizes=SIZES)
+            plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), kind=KIND)
             made: list[list[Numbers]] = []
             work = milliseconds(lambda plans=plans, made=made: made.append(plans.make(torch.tensor([ends]))))
-            took = milliseconds(lambda plans=plans, made=made: plans.receive(torch.tensor([ends]), made[0]))
+            took = milliseconds(lambda: received.update(plans.receive(torch.tensor([ends]), made[0])))
             sent = len(pickle.dumps(made[0])) / 2**20
             print(f"(a loader's process makes the plan's numbers, {sent:.2f} MiB, in {work:.1f} ms;")
             print(f" the trainer receives them, before the step, in {took:.1f} ms)")
         gc.collect()  # otherwise the garbage of earlier masks may be collected in this mask's time
         for _ in range(11):
             outs: list[torch.Tensor] = []
-            run = partial(cp.attention, *qkv, layout=layout, mask=mask, kernel="triton")
+            run = partial(attention_by_rule, *qkv, layout=layout, rule=rule, masks=[mask], plans=received)
             forward = milliseconds(lambda outs=outs, run=run: outs.append(run()))
             grad = torch.empty_like(outs[0])
             times.append((forward, milliseconds(lambda outs=outs, grad=grad: outs.pop().backward(grad))))
