@@ -67,7 +67,8 @@ def layers() -> None:
             plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), kind=KIND)
             made: list[list[Numbers]] = []
             work = milliseconds(lambda plans=plans, made=made: made.append(plans.make(torch.tensor([ends]))))
-            took = milliseconds(lambda: received.update(plans.receive(torch.tensor([ends]), made[0])))
+            receive = partial(plans.receive, torch.tensor([ends]), made[0])
+            took = milliseconds(lambda receive=receive, received=received: received.update(receive()))
             sent = len(pickle.dumps(made[0])) / 2**20
             print(f"(a loader's process makes the plan's numbers, {sent:.2f} MiB, in {work:.1f} ms;")
             print(f" the trainer receives them, before the step, in {took:.1f} ms)")
