@@ -289,9 +289,9 @@ def _(*, hidden: Any, weight: Any, labels: Any, token_weights: Any, rule: Any) -
 @declare(_LogProbs)
 def _(*, hidden: Any, weight: Any, bias: Any, tokens: Any, wanted: Any, rule: Any, entropy: bool, greedy: bool) -> Any:
     rules.ignore(*(x for x in (bias, wanted) if x is not None))
-    hidden, tokens, group = for_the_loss(hidden, [tokens], rule)
-    scores = over(rules.all_reduce, rules.einsum("sbh,vh,sb->sb", hidden, weight, tokens), group, src=V, dst=I)
-    return like(scores, (1 + entropy + greedy, *tokens.shape), scores)
+    whole, wanted_tokens, group = for_the_loss(hidden, [tokens], rule)
+    scores = over(rules.all_reduce, rules.einsum("sbh,vh,sb->sb", whole, weight, wanted_tokens), group, src=V, dst=I)
+    return like(hidden, (1 + entropy + greedy, *tokens.shape), scores)
 
 
 def for_the_loss(hidden: Any, values: Sequence[Any], rule: Any) -> tuple[Any, ...]:

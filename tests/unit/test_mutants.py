@@ -138,5 +138,5 @@ def test_tests_of_layouts_notice_changes_of_layouts(tmp_path) -> None:
         return done
 
     assert run("--count", "tests/unit/test_layout.py", "--cases", "3").returncode == 0
-    done = run("--only", "megatron/context_parallel/layout", "--sample", "20", "--tests", "10")
+    done = run("--only", "megatron/context_parallel/layout/sequence_layout.py", "--sample", "20", "--tests", "10")
     assert done.stdout.count("] noticed") >= 15

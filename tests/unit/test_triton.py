@@ -134,7 +134,7 @@ def test_all_masks_with_all_options(interpreted, mask, extra, one_pass):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **EXTRAS[extra], one_pass=one_pass)))
 
 
-@pytest.mark.parametrize("mask, sizes", [("causal", {}), ("two-sided", {"b": 2, "h": 4, "hk": 2, "d": 32})])
+@pytest.mark.parametrize("mask, sizes", [("causal", {}), ("documents", {"b": 2, "h": 4, "hk": 2, "d": 32})])
 @pytest.mark.usual(0)
 def test_plain_ranges_by_their_own_kernel(interpreted, mask, sizes):
     kernels = interpreted(triton_cases.kernels_of, Case(MASKS[mask], **ZIGZAG, **sizes, plain=True))
