@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 
 from benchmarks.machine_code import Loop, loops
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_ahead import compiled
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Call, Launch
 from megatron.context_parallel.layout.masks import Causal, MaskFunction
 from megatron.context_parallel.layout.tiles import tiles
@@ -76,30 +76,13 @@ class Resources:
         return min(limits)
 
 
-@dataclass(frozen=True)
-class NoGpu:
-    """What Triton asks its driver when it compiles, for a GPU that this machine does not have."""
-
-    capability: int
-
-    def get_current_device(self) -> int:
-        return self.capability  # Triton keeps the compiled kernels of each device apart
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-
 def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
     """Compile for a GPU of ``capability`` 80, 90, ..; Triton must not be in interpreter mode.
 
     It is the first call on such a GPU up to the point where the kernel would be loaded. Therefore that call finds the
     result in Triton's cache on disk. This process cannot run kernels afterwards.
     """
-    triton.runtime.driver.set_active(NoGpu(capability))
-    return launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)
+    return compiled(launch.kernel, launch.grid, (), {**launch.arguments, **launch.options}, capability)
 
 
 def resources(launch: Launch, capability: int) -> Resources:

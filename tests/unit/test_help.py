@@ -77,9 +77,13 @@ for part in ("context_parallel", "training", "inference", "platform", "decisions
             print(module.name, error)
 """
 OF_TRITON = {
+    "megatron.context_parallel.attention.kernels.triton_kernels.triton_ahead",
     "megatron.context_parallel.attention.kernels.triton_kernels.triton_backward",
     "megatron.context_parallel.attention.kernels.triton_kernels.triton_forward",
     "megatron.context_parallel.attention.kernels.triton_kernels.triton_pairs",
+    "megatron.context_parallel.attention.kernels.triton_kernels.triton_plain",
+    "megatron.context_parallel.fpdt.loss_kernel",
+    "megatron.context_parallel.linear_attention.decay_kernels",
     "megatron.context_parallel.linear_attention.state_kernels",
     "megatron.context_parallel.positions.rope_kernel",
 }

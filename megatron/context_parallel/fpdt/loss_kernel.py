@@ -127,9 +127,21 @@ def _launch(
 ) -> None:
     if not len(logits):
         return
+    arguments, options = call(logits, bias, targets, per_row, sizes, cap, heat)
+    with torch.cuda.device_of(logits):
+        kernel[(len(logits), *blocks)](*arguments, **options)
+
+
+def call(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    per_row: Tensor,
+    sizes: tuple[int, ...],
+    cap: float | None,
+    heat: float,
+) -> tuple[tuple, dict[str, int | bool]]:
+    """The arguments of a kernel, and its constants and options by name. ``sizes``: those between rows and cap."""
     numbers = (logits.stride(0), len(logits), *sizes, cap or 1.0, 1 / heat)
     constants = {"BIAS": bias is not None, "CAP": cap is not None, "BLOCK": BLOCK}
-    with torch.cuda.device_of(logits):
-        kernel[(len(logits), *blocks)](
-            logits, logits if bias is None else bias, targets, per_row, *numbers, **constants, num_warps=WARPS
-        )
+    return (logits, logits if bias is None else bias, targets, per_row, *numbers), constants | {"num_warps": WARPS}

@@ -7,7 +7,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -144,6 +144,7 @@ def run_rank(
     recorder: Callable[..., Recorder] = Recorder,
     fused_rope: bool = True,
     every_chunk: bool = False,
+    also: AbstractContextManager | None = None,
 ) -> RankStep:
     """Run one training step as ``rank`` of ``world_size``, with fake tensors and a fake process group.
 
@@ -156,6 +157,7 @@ def run_rank(
         recorder: makes the recorder of the step.
         fused_rope: Triton's kernel rotates queries and keys; False: PyTorch's operations do.
         every_chunk: run all chunks of FPDT instead of replaying calls (call_replay.py).
+        also: replaces some functions of the simulated GPU again.
 
     Raises:
         Refusal: a kernel or the grid is not available.
@@ -178,7 +180,7 @@ def run_rank(
     watch = recorder({}, resized=config.parallel.zero_stage >= 2, before=FakeTensor)
     kernels = gpu_kernels(watch, machine, fused_rope) if on_gpu else nullcontext()
     chunks_replayed = nullcontext() if every_chunk else replayed_chunks(watch)
-    with simulated_world(world_size, rank), kernels, chunks_replayed:
+    with simulated_world(world_size, rank), kernels, chunks_replayed, also or nullcontext():
         runtime = start(config, platform, simulated_offload(watch, on_gpu))
         watch.axes.update(axes_of(runtime.grid))
         data = config.data

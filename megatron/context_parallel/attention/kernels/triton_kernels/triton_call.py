@@ -38,6 +38,7 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import LANES, Dropout
 from megatron.decisions.block_sizes import SHORT, Blocks, BlockTable, Pass, passes
+from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
 OPTIONS = {"enable_fp_fusion": True}  # fused multiply-add; Triton is about to change its default
@@ -62,6 +63,7 @@ class Launch:
         sizes = self.sizes
         return {"num_warps": sizes.warps, "num_stages": sizes.stages, "maxnreg": sizes.registers, **OPTIONS}
 
+    @replaceable
     def run(self) -> None:
         """Enqueue the kernel on the current stream of the tensors' GPU."""
         device = next(x.device for x in self.arguments.values() if isinstance(x, Tensor))
