@@ -37,9 +37,9 @@ def numbers(size: float = 2.0, dtype: torch.dtype = torch.float32) -> list[torch
     return [hidden.to(dtype), weight.to(dtype), bias.to(dtype), scale.to(dtype), labels]
 
 
-def exact(size: float = 2.0, **case) -> list[torch.Tensor]:
-    """Loss, log-probabilities, entropies, and the gradients of their weighted sums, in fp64."""
-    hidden, weight, bias, scale, labels = numbers(size, torch.float64)
+def exact(size: float = 2.0, dtype: torch.dtype = torch.float64, **case) -> list[torch.Tensor]:
+    """Loss, log-probabilities, entropies, and the gradients of their weighted sums, by PyTorch's own functions."""
+    hidden, weight, bias, scale, labels = numbers(size, dtype)
     hidden, weight, bias = (x.requires_grad_() for x in (hidden, weight, bias))
 
     def scores(temperature=1.0, softcap=None, bias_V=None):
@@ -116,5 +116,7 @@ def test_the_kernels_compute_the_loss(pool, ranks, case):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_compute_the_loss_in_every_case(pool, ranks, case):
+    """Large logits are rounded in fp32; the kernels may err as PyTorch's own functions then do."""
     results, expected = pool.run(by_kernels, ranks, torch.float32, **CASES[case]), exact(**CASES[case])
-    assert worst(results, expected) < 2e-5
+    rounding = worst([exact(**CASES[case], dtype=torch.float32)], expected)
+    assert worst(results, expected) < max(2e-5, 2 * rounding)

@@ -232,7 +232,7 @@ class _Watch:
     trusted: tuple[str, ...] = ()
     learning: bool = True  # while valid files are read, all actions are permitted
     on: bool = False
-    seen: set[tuple[str, str]] = field(default_factory=set)
+    seen: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1 << 20))  # permitted actions, a line each; shared
     text: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1 << 12))  # shared with the reader's own process
 
     @property
@@ -248,10 +248,14 @@ class _Watch:
         if not self.on:
             return
         what = self._of_interest(event, arguments)
-        if what is None or what in self.seen or self._is_trusted(event, what[1]):
+        if what is None or self._is_trusted(event, what[1]):
+            return
+        line = json.dumps(what).encode() + b"\n"
+        if self.seen.find(line, 0) >= 0:
             return
         if self.learning:
-            self.seen.add(what)
+            self.seen.seek(self.seen.find(b"\0", 0))
+            self.seen.write(line)
             return
         self.caught = self.caught or " ".join(what)
         raise Caught(self.caught)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.system.own_process import in_own_process
 from megatron.training.refusal import Refusal
 from tests.fuzz import harness, mutations
 from tests.fuzz.harness import Reader
@@ -139,6 +141,28 @@ def test_bad_readers_are_caught(tmp_path, act, message):
     reader = reader_of(lambda folder: act(folder) if (folder / "file").read_bytes() == b"1" else 0, seconds=0.3)
     assert message in only_failure(reader, b"1", tmp_path / "a")
     assert not (tmp_path / "a" / "elsewhere").exists()
+
+
+AFTER_FORK = []  # what a library does in each forked process
+os.register_at_fork(after_in_child=lambda: [act() for act in AFTER_FORK])
+
+
+def load() -> str:
+    return str(ctypes.CDLL(None))
+
+
+@pytest.mark.parametrize("at_fork", [True, False])
+def test_what_a_library_does_after_each_fork_is_permitted(tmp_path, monkeypatch, at_fork):
+    """An iterator in a process of its own may not do the same."""
+
+    def read(folder):
+        items = [(1,)] if at_fork or (folder / "file").read_bytes() == b"0" else map(lambda _: (load(),), "1")
+        return list(in_own_process(lambda: iter(items), memory=1 << 28, seconds=5))
+
+    monkeypatch.setattr("tests.fuzz.test_harness.AFTER_FORK", [load] * at_fork)
+    outcome = harness.Outcome()
+    harness._run_child(reader_of(read), [("of its own", b"1")], 0, tmp_path, outcome, fork=True)
+    assert bool(outcome.failures) == (not at_fork)
 
 
 @pytest.mark.full

@@ -174,6 +174,10 @@ class SamplesArgument(Tensor):
     def detach(self) -> SamplesArgument:
         return self
 
+    @property
+    def data(self) -> SamplesArgument:
+        return self  # core asks for its dtype, also among the fake tensors of a dry run, which know no subclass
+
 
 @replaceable
 def passed_on(samples: Samples) -> SamplesArgument | None:
