@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.attention.kernels.interval_kernels import flash_attn_4_kernel
-from tests.distributed.test_mask_attention import BACKENDS, SCHEMES, compare, make_layout, ranks
+from tests.distributed.test_mask_attention import BACKENDS, MASKS, SCHEMES, compare, make_layout, ranks
 from tests.errors import worst
 from tests.library_stand_ins import FlexPlan, create_mask_plan, cudnn_flex_stand_in, flash_attn_4_stand_in
 from tests.pairs import also_in_full
@@ -19,10 +19,9 @@ FLEX = [
     if not any(word in extra for word in ("ALiBi", "dropout", "soft-cap"))
 ]  # fmt: skip
 
-FINE = ("function", "window 1", "window 20", "half sees")  # masks of pairs, and windows that are too narrow for tiles
-FLASH_4 = [
+FLASH_4 = [  # without masks of pairs, and windows that are too narrow for tiles
     name for name, (mask, extra) in SCHEMES.items()
-    if not any(word in extra for word in ("ALiBi", "dropout")) and not mask.startswith(FINE)
+    if not any(word in extra for word in ("ALiBi", "dropout")) and not MASKS[mask].fine
 ]  # fmt: skip
 
 
