@@ -68,7 +68,9 @@ def test_flash_attn_4_on_grids(pool, backend, request):
     result = pool.run(compare_by_flash_attn_4, ranks(backend), schemes, backend, 2, timeout=240)
     errors = {scheme: worst(rank[0][scheme] for rank in result) for scheme in schemes}
     assert worst(errors.values()) < 1e-10, errors
-    assert set.union(*(calls for _, calls in result)) == {"window", "documents", "function"}
+    ways = set.union(*(calls for _, calls in result))
+    assert ways | {"documents"} == {"window", "documents", "function"}
+    assert "documents" in ways or "gathered" in backend  # a document's gathered keys are not next to each other
 
 
 def test_a_wrong_interval_is_seen(pool):
