@@ -29,6 +29,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
+from megatron.system.processes import cores, end_with_parent
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # it imports torch, for which --help does not wait
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run (default 1)")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="default: one a core")
+    parser.add_argument("--processes", type=int, default=cores(), metavar="N", help="default: one a core")
     parser.add_argument(
         "flags", nargs="+", metavar="-- FLAG", help="flags of pretrain_llama.py; --gpu is H100-80G by default"
     )
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     failed = 0
     if kernels:
-        with ProcessPoolExecutor(min(options.processes, len(kernels)), get_context("spawn")) as pool:
+        with ProcessPoolExecutor(min(options.processes, len(kernels)), get_context("spawn"), end_with_parent) as pool:
             for one, result in zip(kernels, pool.map(partial(compile_one, capability), kernels)):
                 failed += result is not None
                 print(f"{one.name}: {result or 'compiled'}")

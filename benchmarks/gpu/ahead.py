@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu.stage import Figures, Stage, reason
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
+from megatron.system.processes import end_with_parent
 
 SECONDS = 8.0  # about what one core takes for a job; the processes start in the same time
 
@@ -34,7 +35,7 @@ def compile_ahead(stage: Stage, jobs: Sequence[Job], device: torch.device) -> No
 def compiled(jobs: Sequence[Job], capability: int, processes: int) -> Figures:
     """Compile in so many processes; what was done, and why some jobs failed."""
     begin = time.monotonic()
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
         found = list(pool.map(partial(_compile, capability), jobs))
     numbers = [each for each in found if isinstance(each, int)]
     wrong = [each for each in found if isinstance(each, str)]

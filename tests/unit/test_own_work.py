@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -501,3 +502,35 @@ def test_workers_are_limited_by_the_machine(tmp_path, capsys):
     with pytest.raises(SystemExit):
         preprocess(tmp_path, workers=100_000)
     assert "--workers 100000: this machine has " in (line := capsys.readouterr().err) and "give at most" in line
+
+
+SHAPE = (
+    "--hidden-size 64 --num-layers 4 --num-attention-heads 4 --ffn-hidden-size 128 --vocab-size 301 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 1 --bf16 --pipeline-model-parallel-size 4"
+)
+WITH_WORKERS = {
+    "dry run": f"pretrain_llama.py {SHAPE} --dry-run --world-size 4 --gpu H100-80G",
+    "kernels": f"tools/compile_kernels.py --gpus 4 --processes 2 -- {SHAPE} --attention-kernel triton",
+    "measurement": "tools/measure_hardware.py --device cpu --processes 2 --quick --output {folder}/m.json",
+}
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("what", WITH_WORKERS)
+def test_processes_of_other_tools_end_with_a_killed_parent(tmp_path, what):
+    words = WITH_WORKERS[what].format(folder=tmp_path).split()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / words[0], *words[1:]]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    children, end = set(), time.monotonic() + patience(90)
+    while len(children) < 2 and process.poll() is None and time.monotonic() < end:
+        children |= set(descendants(process.pid))
+        time.sleep(0.005)
+    time.sleep(0.3)
+    children |= set(descendants(process.pid))
+    assert process.poll() is None and len(children) >= 2
+    process.kill()
+    process.wait()
+    while any(map(running, children)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not [child for child in children if running(child)]

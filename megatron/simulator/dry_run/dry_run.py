@@ -33,6 +33,7 @@ from megatron.simulator.dry_run.recording.fp8 import check_fp8, held_by
 from megatron.simulator.dry_run.replay import Replay, Stretch, Unsteady, replay, stretch_of
 from megatron.simulator.dry_run.whole_step import Program, WholeStep, program_of, whole_step_of
 from megatron.simulator.machines.machine import Machine
+from megatron.system.processes import end_with_parent
 from megatron.training.arguments.stages import chunk_layers, stage_layers
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
@@ -283,7 +284,7 @@ def _run_jobs(jobs: list[Job], workers: int) -> list[JobResult]:
     workers = min(workers, len(jobs))
     if workers == 1:
         return [run_job(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=end_with_parent) as pool:
         return list(pool.map(run_job, jobs[::-1]))[::-1]  # the longest jobs first
 
 

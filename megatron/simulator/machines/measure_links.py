@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.ulysses import all_to_all
 from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.measure_device import Effort, communicator, host_copy, settle
+from megatron.system.processes import end_with_parent
 from megatron.training.refusal import Refusal
 
 SMALL = 4096  # bytes of a message that measures latency
@@ -185,6 +186,7 @@ def slowest(copied: Tensor, group: dist.ProcessGroup) -> list[float]:
 
 def work(rank: int, processes: int, device: str, plan: Effort, store: str, timeout: float, messages: mp.Queue) -> None:
     """One process of :func:`measure_in_processes`; rank 0 reports its progress and result through ``messages``."""
+    end_with_parent()
     torch.set_num_threads(1)
     own_device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
