@@ -7,7 +7,6 @@ No handler in the same process can end that.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -17,8 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found here: a forked process may not load libraries
-PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+from megatron.system.processes import end_with_forking_thread
+
 GIB = 1 << 30
 FORK = True  # False in tests that follow what an iterator does
 Item = tuple[int | float | str | bytes, ...]
@@ -50,8 +49,7 @@ def in_own_process(
     number = os.fork()
     if number == 0:
         try:
-            if PRCTL is not None:
-                PRCTL(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            end_with_forking_thread()
             if os.getppid() == parent:
                 os.close(receiving)
                 os.dup2(nowhere, 1)

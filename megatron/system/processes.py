@@ -7,6 +7,7 @@ PIDs. Two processes are the same if the boot id of the machine, the PID namespac
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,8 @@ from multiprocessing import connection
 from pathlib import Path
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # found here, because forked processes should load no libraries
+PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,12 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent").start()
+
+
+def end_with_forking_thread() -> None:
+    """Let Linux end this forked process when the thread that forked it ends."""
+    if PRCTL is not None:
+        PRCTL(PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def cores() -> int:

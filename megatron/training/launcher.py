@@ -9,15 +9,14 @@ of a worker (the data loader's) that the main thread starts.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+from megatron.system.processes import end_with_forking_thread
+
 SECONDS = 1.0
 
 
@@ -62,4 +61,4 @@ def _note_thread() -> None:
 
 def _end_with_parent() -> None:
     if getattr(_forking, "by_main", False):
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_forking_thread()
