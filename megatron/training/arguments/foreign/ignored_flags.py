@@ -36,6 +36,8 @@ always the case: softmax and loss are in fp32, gradients too unless --grad-reduc
     --accumulate-allreduce-grads-in-fp32 --apply-query-key-layer-scaling
 always the case: the loss is the mean over the tokens of the global batch: --calculate-per-token-loss
 no dense attention mask is made here: --no-create-attention-mask-in-dataloader
+kernels are launched one by one, with the same result: --enable-cuda-graph --external-cuda-graph
+    --cuda-graph-impl 1 none --cuda-graph-scope + --cuda-graph-warmup-steps 1 3
 memory is managed without it: --empty-unused-memory-level 1 0 --no-clone-scatter-output-in-embedding
     --disable-clone-scatter-output-in-embedding --distribute-saved-activations --reuse-grad-buf-for-mxfp8-param-ag
 weights are gathered in bf16 and cast to FP8 where they are used: --fp8-param-gather

@@ -10,6 +10,7 @@ fused or not, the result is the same: --fused-residual-rmsnorm --use-transformer
 the attention kernel is chosen with --attention-kernel: --flash-attention-version 1
 communication and computation overlap by other means here: --overlap-dispatch-backward-with-experts-wgrad
     --high-priority-a2a-comm-stream --disable-align-grad-reduce
+kernels are launched one by one, with the same result: --cuda-graph-modules + --optimizer-cuda-graph
 memory is managed without it: --moe-paged-stash --moe-paged-stash-page-size 1 64
     --moe-paged-stash-buffer-size-factor-cuda 1 1.1 --moe-paged-stash-buffer-size-factor-cpu 1 0.0
 how tokens are sent, and what overlaps, does not change the result: --moe-permute-fusion-into-hybridep
@@ -74,7 +75,6 @@ Muon's other weights are always updated by AdamW: --muon-scalar-optimizer 1 adam
 widths do not change learning rates and initial weights (muP) here: --use-mup
 this precision setting is not supported: --mamba-training-ssm-states-dtype 1 fp32
     --megatron-fsdp-main-params-dtype 1 fp32
-CUDA graphs are not supported: --cuda-graph-modules + --optimizer-cuda-graph
 this program does not write such files: --save-params-interval 1 --save-activations-interval 1
     --save-tokens-per-expert-interval 1 --moe-routing-trace-path 1 --moe-routing-trace-max-training-iters 1
     --moe-routing-trace-capture-logits --moe-routing-trace-capture-hidden-states --moe-routing-trace-dump-weights

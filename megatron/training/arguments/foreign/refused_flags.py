@@ -75,8 +75,6 @@ this precision setting is not supported: --fp32-residual-connection --disable-bf
 weights and states of the optimizer are in fp32 here: --main-params-dtype 1 fp32 --exp-avg-dtype 1 fp32
     --exp-avg-sq-dtype 1 fp32
 FP4 is not supported: --fp4-format 1 --fp4-recipe 1 nvfp4 --fp4-param-gather --fp4-quantizer-factory 1
-CUDA graphs are not supported: --enable-cuda-graph --external-cuda-graph --cuda-graph-impl 1 none --cuda-graph-scope +
-    --cuda-graph-warmup-steps 1 3
 the batch size is never changed to fit --micro-batch-size x DP: --decrease-batch-size-if-needed
 SIGTERM and SIGUSR1 are the signals that save and stop: --exit-signal 1 SIGTERM
 the tokenizer is taken as it is: --vocab-extra-ids 1 0 --tokenizer-metadata 1 --tokenizer-special-tokens +
