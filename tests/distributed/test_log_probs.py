@@ -146,6 +146,7 @@ def test_no_tensor_above_a_gibibyte_at_128k_tokens_and_152064_words():
 
 KINDS = ("llama", "mistral", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "gemma2")
 WITH_STATE = ("qwen3_next", "mamba2")
+FLOAT64 = ("llama", "mistral")  # transformers computes states, routers and softmax of soft-caps in fp32
 TEMPERATURE = 0.8
 
 
@@ -274,7 +275,7 @@ def test_models_of_transformers(pool, kind, grid, settings):
 
 @pytest.mark.parametrize(
     "kind, grid, settings",
-    [("llama", (2, 2), {}), *also_in_full(*(case for case in MATRIX if case[0] not in WITH_STATE))],
+    [("llama", (2, 2), {}), *also_in_full(*(case for case in MATRIX if case[0] in FLOAT64))],
 )
 def test_models_of_transformers_in_float64(pool, kind, grid, settings):
     result = pool.run(compare, grid[0] * grid[1], kind, *grid, dtype=torch.float64, **settings)
