@@ -275,9 +275,10 @@ def test_models_of_transformers(pool, kind, grid, settings):
 
 @pytest.mark.parametrize(
     "kind, grid, settings",
-    [("llama", (2, 2), {}), *also_in_full(*(case for case in MATRIX if case[0] in FLOAT64))],
+    [("llama", (2, 2), {}), *also_in_full(*(case for case in MATRIX if case[0] in FLOAT64 and case[1] != (1, 3)))],
 )
 def test_models_of_transformers_in_float64(pool, kind, grid, settings):
+    """Not on three ranks: norms of transformers have fp32 gradients, which only powers of two scale exactly."""
     result = pool.run(compare, grid[0] * grid[1], kind, *grid, dtype=torch.float64, **settings)
     assert worst(rank.values() for rank in result) < 1e-9, result[0]
 
