@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, fields
+from dataclasses import Field
 from itertools import combinations
 from typing import Any
 
@@ -82,13 +82,11 @@ def flags_of_grid(flags: list[str], sizes: dict[str, int]) -> list[str]:
 def _settings_of(config: Config) -> dict[str, Any]:
     """Settings that differ from the defaults and say what is computed."""
     default, result = Config(), {}
-    for section in fields(config):
-        part = getattr(config, section.name)
-        for field in fields(part) if section.name not in ("notes",) and hasattr(part, "__dataclass_fields__") else ():
-            name, value = f"{section.name}.{field.name}", getattr(part, field.name)
-            usual = section.name in WHOLE and not field.name.startswith(("lr_", "fp8"))
-            if field.metadata.get("computes", usual) and value != getattr(getattr(default, section.name), field.name):
-                result[name] = value
+    for section, part, field in config.settings():
+        value = getattr(part, field.name)
+        usual = section in WHOLE and not field.name.startswith(("lr_", "fp8"))
+        if field.metadata.get("computes", usual) and value != getattr(getattr(default, section), field.name):
+            result[f"{section}.{field.name}"] = value
     return result
 
 

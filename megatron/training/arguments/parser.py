@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field
 from functools import cache
 from typing import Any
 
@@ -296,12 +296,8 @@ def _kinds() -> tuple[set[str], set[str], set[str], set[str], set[str]]:
 
 def settings() -> Iterator[tuple[str, str, Field]]:
     """Every setting as (section, its description, field)."""
-    config = Config()
-    for section in fields(config):
-        part = getattr(config, section.name)
-        if is_dataclass(part):
-            for field in fields(part):
-                yield section.name, (type(part).__doc__ or "").splitlines()[0].replace("``", ""), field
+    for section, part, field in Config().settings():
+        yield section, (type(part).__doc__ or "").splitlines()[0].replace("``", ""), field
 
 
 def spellings(field: Field) -> list[str]:

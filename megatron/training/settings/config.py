@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from megatron.training.settings.attention_settings import AttentionConfig, ChunkConfig
@@ -56,6 +57,13 @@ class Config:
     simulation: SimulationConfig = field(default_factory=SimulationConfig)
     stage: Stage | None = None  # not a flag; None without --seq-length-schedule
     notes: list[str] = field(default_factory=list)  # not a flag: lines that rank 0 prints once before training
+
+    def settings(self) -> Iterator[tuple[str, Any, Field]]:
+        """(name of its section, section, field) of every setting."""
+        for section in fields(self):
+            if section.name != "stage" and is_dataclass(part := getattr(self, section.name)):
+                for setting in fields(part):
+                    yield section.name, part, setting
 
     def part_with(self, name: str) -> Any:
         """The section with the setting ``name``, which is in one section only."""

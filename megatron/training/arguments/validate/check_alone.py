@@ -3,22 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field
 from functools import partial
 
 from megatron.training.refusal import Gather, Refusal, needs_flag
 from megatron.training.settings.config import Config
 from megatron.training.settings.flag import Range, every, name_of
 from megatron.training.settings.read_with import Condition
-
-
-def settings_of(config: Config) -> Iterator[tuple[str, Field]]:
-    """(section, setting) of every setting."""
-    for section in fields(config):
-        if is_dataclass(part := getattr(config, section.name)) and section.name != "stage":
-            for setting in fields(part):
-                yield section.name, setting
 
 
 def check_ranges(config: Config) -> None:
@@ -29,8 +20,8 @@ def check_ranges(config: Config) -> None:
         if number is not None and not allowed.holds(number):
             raise Refusal(f"--{setting.name.replace('_', '-')} {number:g}", allowed.text)
 
-    for section, setting in settings_of(config):
-        value = getattr(getattr(config, section), setting.name)
+    for _, part, setting in config.settings():
+        value = getattr(part, setting.name)
         for allowed in every(setting, "range"):
             for number in value if isinstance(value, list) else [value]:
                 gather.check(setting.name, partial(check, setting, number, allowed))
@@ -39,9 +30,9 @@ def check_ranges(config: Config) -> None:
 
 def check_needs(config: Config) -> None:
     """Refuse a flag that is given without one that it needs."""
-    by_name = {setting.name: setting for _, setting in settings_of(config)}
-    for section, setting in settings_of(config):
-        value = getattr(getattr(config, section), setting.name)
+    by_name = {setting.name: setting for *_, setting in config.settings()}
+    for _, part, setting in config.settings():
+        value = getattr(part, setting.name)
         if value is None or value is False or value == setting.default:
             continue
         for other in setting.metadata.get("needs", ()):
@@ -54,8 +45,8 @@ def note_unused(config: Config) -> None:
     """Add a note to ``config.notes`` for settings that are not at their defaults and that nothing reads."""
     unused: dict[Condition, list[str]] = {}
     default = Config()
-    for section, setting in settings_of(config):
-        value, usual = (getattr(getattr(one, section), setting.name) for one in (config, default))
+    for section, part, setting in config.settings():
+        value, usual = (getattr(one, setting.name) for one in (part, getattr(default, section)))
         missing = [one for one in every(setting, "read_with") if not one.holds(config)]
         if value != usual and missing:
             unused.setdefault(missing[0], []).append(name_of(setting))
