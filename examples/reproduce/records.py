@@ -183,8 +183,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "totals": page_totals,
     "machines": page_machines,
     "constants": page_constants,
-    "sources": lambda: summary(fitted()),
-    "edits": lambda: record_checks.edits_table(fitted()),
     "frozen": record_checks.after_freeze_table,
     "mixtures": mixtures.table,
 }
