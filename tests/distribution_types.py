@@ -49,6 +49,8 @@ from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, _Rot
 
 # Autograd functions without a type, and why.
 UNTYPED = {
+    "context_parallel.sparse_attention.chosen_attention._SparseAttention": "no layer of core calls it; "
+    "test_sparse_attention.py compares all gradients",
     "simulator.dry_run.recording.fp8._Linear": "a simulation of a kernel of one device",
     "simulator.dry_run.recording.gpu_kernels._RmsNorm": "a simulation of a kernel of one device",
 }
@@ -82,6 +84,8 @@ COLLECTIVES = {
     "context_parallel.huggingface.decoder_loss._Sum": "_Sum",
     "context_parallel.huggingface.trl_trainers.over_ranks.generated": GENERATION,
     "context_parallel.layout.sequence_layout._Gather": "_Gather",
+    "context_parallel.layout.sequence_layout.SequenceLayout.sum_parts": "_Gather",
+    "context_parallel.sparse_attention.chosen_attention._mean_weights": "weights of which no gradient is taken",
     "context_parallel.huggingface.trainer.ContextParallelMixin._gather_samples": REPORT,
     "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention, _Chunked",
     "context_parallel.linear_attention.span_exchange._message": "_LinearAttention, _Chunked",

@@ -35,6 +35,8 @@ from megatron.context_parallel.linear_attention.short_convolution import short_c
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.context_parallel.sdpa import context_parallel
+from megatron.context_parallel.sparse_attention.choice import choose_keys
+from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
 
 __all__ = [
     "AttentionRule",
@@ -49,6 +51,7 @@ __all__ = [
     "Dropout",
     "Full",
     "Grid",
+    "Indexer",
     "LinearRule",
     "LongformerBlocks",
     "MaskFunction",
@@ -62,11 +65,13 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "certify",
+    "choose_keys",
     "context_parallel",
     "current_grid",
     "initialize_grid",
     "linear_attention",
     "log_probs",
     "short_convolution",
+    "sparse_attention",
     "ulysses_attention",
 ]

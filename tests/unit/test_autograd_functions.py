@@ -97,6 +97,19 @@ def sum_over_ranks(grid: cp.Grid) -> Differentiable:
     return lambda x: _SumOverRanks.apply(x, grid.context)
 
 
+def sparse_attention(grid: cp.Grid) -> Differentiable:
+    layout = cp.SequenceLayout(2 * LENGTH, grid)
+    chosen = (layout.positions[:, None, None] - torch.arange(3)).int()
+    chosen = chosen.expand(-1, HEAD[1], -1)
+
+    def function(q: Tensor, kv: Tensor, *indexer: Tensor) -> Tensor:
+        given = {"layout": layout, "value_size": 1, "scale": 1.0, "indexer": cp.Indexer(*indexer)}
+        out, loss = cp.sparse_attention(q, kv, chosen, **given)
+        return out.sum((2, 3)) + loss
+
+    return function
+
+
 def rotated(grid: cp.Grid) -> Differentiable:
     rope = Rope(WIDTH)
     angles = (torch.arange(LENGTH)[:, None] * rope.inverse_frequencies()).float()[:, None, None]
@@ -116,6 +129,7 @@ TABLE: dict[str, tuple[dict[str, int], Callable[[cp.Grid], Differentiable], list
     "_LinearAttention": (RING, linear_attention, [HEAD, HEAD, HEAD, HEAD[:3], HEAD[:3]]),
     "_ShortConvolution": (RING, short_convolution, [ROWS, (WIDTH, 3), (WIDTH,)]),
     "_Gather": (RING, lambda grid: cp.SequenceLayout(2 * LENGTH, grid).gather, [ROWS]),
+    "_SparseAttention": (RING, sparse_attention, [HEAD, HEAD, HEAD, (*HEAD[:2], HEAD[3]), HEAD[:3]]),
     "_Sum": (RING, of_hugging_face, [ROWS]),
     "_Drop": (RING, lambda _: lambda x: drop(x, Dropout(0.5, seed=1), torch.arange(LENGTH)), [ROWS]),
     "_Rotate": (RING, rotated, [HEAD]),

@@ -238,9 +238,7 @@ def test_another_host_at_the_same_address_is_noticed(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "gpus, shared", [("abcd", None), ("abab", "ranks 4, 6 share"), ("aaaa", "ranks 4, 5,")]
-)
+@pytest.mark.parametrize("gpus, shared", [("abcd", None), ("abab", "ranks 4, 6 share"), ("aaaa", "ranks 4, 5,")])
 def test_ranks_of_a_node_that_share_a_gpu_are_refused(gpus: str, shared: str | None) -> None:
     """Ranks 4 to 7 are on the second node; the first has other GPUs, or GPUs with the same names."""
     store, refused = dist.HashStore(), []

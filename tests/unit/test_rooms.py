@@ -78,6 +78,7 @@ MODULES = {
     for path in (ROOT / "megatron").rglob("*.py")
 }
 
+
 @cache
 def package_of(module: str) -> str:
     return max((name for name in PACKAGES if f"{module}.".startswith(f"{name}.")), key=len)

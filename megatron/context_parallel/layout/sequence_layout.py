@@ -229,6 +229,15 @@ class SequenceLayout:
         refuse_transforms("layout.gather")
         return _Gather.apply(x, dim, self)
 
+    def sum_parts(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of the sum over all ranks of a complete ``x``: the gradient of :meth:`gather`."""
+        parts = x.movedim(dim, 0)[self.order.to(x.device)].contiguous()
+        mine = parts
+        if self.grid.context.size > 1:
+            mine = parts.new_empty((self.local_length, *parts.shape[1:]))
+            dist.reduce_scatter_tensor(mine, parts, group=self.grid.context.group)
+        return mine.movedim(0, dim)
+
 
 class _Gather(torch.autograd.Function):
     @staticmethod
@@ -248,10 +257,4 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable("layout.gather")
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        layout = ctx.layout
-        parts = grad.movedim(ctx.dim, 0)[layout.order.to(grad.device)].contiguous()
-        mine = parts
-        if layout.grid.context.size > 1:
-            mine = parts.new_empty((layout.local_length, *parts.shape[1:]))
-            dist.reduce_scatter_tensor(mine, parts, group=layout.grid.context.group)
-        return mine.movedim(0, ctx.dim), None, None
+        return ctx.layout.sum_parts(grad, ctx.dim), None, None

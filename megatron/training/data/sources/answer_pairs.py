@@ -31,9 +31,7 @@ def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int]]:
         for name in ANSWERS:
             if line.get(name) in (None, "", []):
                 has = "has no" if line.get(name) is None else "has an empty"
-                raise Refusal(
-                    f'{where}: the pair {has} "{name}": --dpo reads "prompt", "chosen", "rejected"'
-                )
+                raise Refusal(f'{where}: the pair {has} "{name}": --dpo reads "prompt", "chosen", "rejected"')
         prompt = _messages(line["prompt"], "user", f'{where}, "prompt"') if line.get("prompt") else None
         answers = [_messages(line[name], "assistant" if prompt else "", f'{where}, "{name}"') for name in ANSWERS]
         if prompt is None:

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned sparsity: each query chooses the keys that it reads (DeepSeek V3.2's sparse attention, GLM-5).
+
+On a grid the queries stay and the keys come: all heads share the chosen keys, and mostly the keys themselves, which are
+short. Every rank gathers the index keys and the keys of the sequence for the duration of one call; that is linear in
+the length. Fetching only what is chosen would not be less: thousands of queries with 2,048 keys each choose nearly all
+of them together. Ulysses ranks take their part of the queries, as ring ranks do.
+"""

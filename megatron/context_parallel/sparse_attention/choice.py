@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of keys: scores of an indexer, streamed over blocks of keys with a running top-k.
+
+A score is a weighted sum over the indexer's heads of relu(q . k), with one key for all heads ("lightning indexer" of
+DeepSeek V3.2, arXiv 2512.02556, equation 1). Scores are fp32. Of equal ones the key that comes first is chosen, so that
+every grid chooses the same keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.spans import Span, positions, positions_of, split
+from megatron.context_parallel.layout.tiles import reach
+from megatron.platform.autograd import without_autocast
+
+ROWS, KEYS = 128, 1024  # of a block of scores
+NOTHING = -(2**63)
+LAST = 2**32 - 1
+
+
+@torch.no_grad()
+@without_autocast
+def choose_keys(
+    q: Tensor, k: Tensor, weights: Tensor, *, layout: SequenceLayout, top_k: int, mask: Mask | Sequence[Mask] = Causal()
+) -> Tensor:
+    """The keys that each of this rank's queries chooses: those with the highest scores that its mask allows.
+
+    All ranks of ``layout.grid.context`` call it together. The largest temporary tensor has b x heads x 128 x 1,024
+    scores, and the keys of the complete sequence are held during the call.
+
+    Args:
+        q: queries of the indexer [s_local, b, heads, d].
+        k: its keys [s_local, b, d].
+        weights: of its heads [s_local, b, heads], all factors included.
+        layout: of the sequence.
+        top_k: number of keys.
+        mask: which keys may be chosen; a sequence has one for each sample.
+
+    Returns:
+        int32 [s_local, b, top_k]: positions in the sequence, ascending; -1 at the end where the mask allows fewer keys.
+
+    Raises:
+        ValueError: ``top_k`` is below 1.
+    """
+    if top_k < 1:
+        raise ValueError(f"each query must choose at least one key, not {top_k}")
+    masks = [mask] * q.size(1) if not isinstance(mask, Sequence) else list(mask) * (q.size(1) // len(mask))
+    complete = layout.gather(k)
+    spans, local = layout.local_spans, len(q)
+    top_k = min(top_k, layout.seq_length)
+    chosen = torch.full((local, q.size(1), top_k), -1, dtype=torch.int32, device=q.device)
+    for rows in split((0, local), ROWS):
+        held = positions_of([rows], spans)
+        at = positions(held, q.device)[:, None]
+        for sample, own in enumerate(masks):
+            best = torch.full((rows[1] - rows[0], top_k), NOTHING, device=q.device)
+            mine = [_padded(x[rows[0] : rows[1], sample].float(), ROWS) for x in (q, weights)]
+            for keys in _blocks(reach(held, own, layout.seq_length), layout.seq_length):
+                scores = _scores(*mine, _padded(complete[keys[0] : keys[1], sample].float(), KEYS))
+                scores = scores[: len(at), : keys[1] - keys[0]]
+                there = torch.arange(*keys, device=q.device)[None]
+                ranked = _ranked(scores, there).masked_fill_(~own.allowed(at, there), NOTHING)
+                best = torch.cat((best, ranked), dim=1).topk(top_k, dim=1).values
+            where = LAST - (best & LAST)
+            where = where.masked_fill_(best == NOTHING, LAST).sort(dim=1).values
+            chosen[rows[0] : rows[1], sample] = where.masked_fill_(where == LAST, -1).int()
+    return chosen
+
+
+def _blocks(reached: Sequence[Span], length: int) -> Iterator[Span]:
+    """The blocks of keys, cut at the same positions on every grid, that hold a position of ``reached``."""
+    numbers = {n for start, stop in reached for n in range(start // KEYS, -(-stop // KEYS))}
+    for n in sorted(numbers):
+        yield n * KEYS, min((n + 1) * KEYS, length)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """With zeros up to ``rows``: products of equal shapes round alike, wherever a rank's blocks begin and end."""
+    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+def _scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
+    """q [ROWS, heads, d], weights [ROWS, heads], k [KEYS, d] -> [ROWS, KEYS], fp32."""
+    each = torch.relu(q.flatten(0, 1) @ k.T).unflatten(0, q.shape[:2])
+    return torch.bmm(weights.unsqueeze(1), each).squeeze(1)
+
+
+def _ranked(scores: Tensor, there: Tensor) -> Tensor:
+    """int64 numbers in the order of the scores; of equal scores the one at the earlier position is larger."""
+    bits = (scores + 0.0).view(torch.int32).long()  # adding zero makes -0 equal to 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered << 32) | (LAST - there)
