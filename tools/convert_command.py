@@ -16,6 +16,7 @@ from typing import Any
 from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal, one_line, printable
 from megatron.training.settings.config import DataConfig
+from megatron.training.settings.flag import reader_of
 
 TOKENIZER_FIELDS = [
     field
@@ -38,8 +39,8 @@ def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the training program that choose a tokenizer."""
     for field in TOKENIZER_FIELDS:
         options = {key: field.metadata[key] for key in ("choices", "help") if key in field.metadata}
-        kind = field.metadata.get("type") or type(field.default)
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default, **options)
+        options |= {"type": reader_of(field), "default": field.default}
+        parser.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
 def timed(write: Callable[[Callable[[int], Callable[[], Any]]], list[str]]) -> list[str]:

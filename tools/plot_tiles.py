@@ -33,6 +33,7 @@ from megatron.system.whole_file import save_figure
 from megatron.training.arguments.validate.check_model import complete_attention
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config
+from megatron.training.settings.flag import reader_of
 
 if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask
@@ -144,8 +145,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     for field in fields(AttentionConfig):
         if field.name in MASK_FLAGS:
-            kind, about = field.metadata.get("type") or type(field.default), field.metadata["help"]
-            parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=field.default, help=about)
+            about = {"type": reader_of(field), "help": field.metadata["help"]}
+            parser.add_argument("--" + field.name.replace("_", "-"), default=field.default, **about)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="picture to write")
     return parser
 

@@ -24,7 +24,7 @@ from megatron.training.families.named import preset
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all, short
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import Config
-from megatron.training.settings.flag import ALWAYS, name_of, names_with
+from megatron.training.settings.flag import ALWAYS, name_of, names_with, reader_of
 from megatron.training.settings.same_network import attention_settings, shown
 from megatron.training.untrusted.largest_numbers import MOST, most
 
@@ -290,7 +290,7 @@ def _kinds() -> tuple[set[str], set[str], set[str], set[str], set[str]]:
         elif field.type.startswith("tuple"):
             pairs.update(flags)
         elif field.metadata.get("nargs"):
-            (numbers if field.metadata.get("type") is int else lists).update(flags)
+            (numbers if reader_of(field) is int else lists).update(flags)
     return switches, defaults, numbers, lists, pairs
 
 
@@ -370,9 +370,7 @@ def _add(group: Any, section: str, field: Field) -> None:
         switches_off = field.default and "flags" in meta  # a setting that is on by default has flags that switch it off
         group.add_argument(*spellings(field), dest=dest, action="store_const", const=not switches_off, help=text)
         return
-    kind = (
-        meta.get("type") or {"int": int, "float": float, "str": str}[field.type.split("[")[-1].split()[0].rstrip("]")]
-    )
+    kind = reader_of(field)
     metavar = {int: "N", float: "X", str: "TEXT"}.get(kind, "LEFT,RIGHT")
     if choices := meta.get("choices"):
         metavar = "{" + ",".join(map(str, choices)) + "}"

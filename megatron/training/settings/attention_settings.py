@@ -66,14 +66,12 @@ class AttentionConfig:
     attention_block_sizes: str | None = flag(
         None,
         "FILE of tools/measure_hardware.py --attention: block sizes of the kernel triton, as measured on this GPU",
-        type=str,
         stage=True,
         computes=False,
     )
     attention_mask: str | None = flag(
         None,
         "attention mask; default causal. document: causal, with --reset-attention-mask",
-        type=str,
         choices=[*MASKS],
         network=FUNCTION,
         generation=True,
@@ -116,7 +114,6 @@ class AttentionConfig:
     mask_function: str | None = flag(
         None,
         "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
-        type=str,
         network=FUNCTION,
         generation=True,
     )
@@ -128,13 +125,13 @@ class AttentionConfig:
         generation=True,
     )
     recompute_granularity: str | None = flag(
-        None, "recompute attention only, or whole layers", type=str, choices=["selective", "full"], stage=True
+        None, "recompute attention only, or whole layers", choices=["selective", "full"], stage=True
     )
     recompute_method: str | None = flag(
-        None, "which layers --recompute-granularity full recomputes", type=str, choices=["uniform", "block"], stage=True
+        None, "which layers --recompute-granularity full recomputes", choices=["uniform", "block"], stage=True
     )
     recompute_num_layers: int | None = flag(
-        None, "layers per recomputed unit (uniform), or per stage (block)", type=int, range=AT_LEAST_1, stage=True
+        None, "layers per recomputed unit (uniform), or per stage (block)", range=AT_LEAST_1, stage=True
     )
     keep_attention: bool = flag(
         False,
@@ -169,7 +166,6 @@ class ChunkConfig:
     ffn_chunks: int | None = flag(
         None,
         "compute the MLP in this many chunks of tokens; default with --fpdt: twice as many as attention",
-        type=int,
         range=AT_LEAST_1,
         stage=True,
         generation="prompts are read at once, not in chunks",
@@ -178,7 +174,6 @@ class ChunkConfig:
         None,
         "compute output layer and loss in this many chunks of tokens, which saves the complete logits; default with "
         "--fpdt: 2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
-        type=int,
         range=AT_LEAST_1,
         stage=True,
     )

@@ -63,7 +63,7 @@ def flag(
     The flag of a bool field stores True, or False if the default is True and ``flags`` are given.
 
     Args:
-        type: reads one word; needed when the default is None.
+        type: reads one word, where it is not that of the annotation.
         aliases: other spellings of the flag.
         flags: the spellings that replace the one made from the field's name.
         range: the numbers that it may be.
@@ -86,6 +86,12 @@ def flag(
 def name_of(setting: Field) -> str:
     """The first spelling of a setting's flag."""
     return (setting.metadata.get("flags") or ["--" + setting.name.replace("_", "-")])[0]
+
+
+def reader_of(setting: Field) -> Callable[[str], Any]:
+    """What reads one word of a setting: its ``type``, or that of its annotation, as in ``list[int] | None``."""
+    of_annotation = setting.type.removesuffix(" | None").split("[")[-1].rstrip("]")
+    return setting.metadata.get("type") or {"int": int, "float": float, "str": str}[of_annotation]
 
 
 def every(setting: Field, key: str) -> tuple[Any, ...]:

@@ -23,37 +23,30 @@ from megatron.training.settings.read_with import (
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = flag(None, "folder to save checkpoints in", type=str)
+    save: str | None = flag(None, "folder to save checkpoints in")
     save_interval: int | None = flag(
-        None, "iterations between checkpoints", type=int, aliases=["--persistent-save-interval"], range=AT_LEAST_1
+        None, "iterations between checkpoints", aliases=["--persistent-save-interval"], range=AT_LEAST_1
     )
     save_retain_interval: int | None = flag(
-        None,
-        "keep older checkpoints only at multiples of this",
-        type=int,
-        range=AT_LEAST_1,
-        needs=("save", "save_interval"),
+        None, "keep older checkpoints only at multiples of this", range=AT_LEAST_1, needs=("save", "save_interval")
     )
     keep_last_checkpoints: int | None = flag(
-        None, "keep only this many of the newest checkpoints", type=int, range=AT_LEAST_1, needs=("save",)
+        None, "keep only this many of the newest checkpoints", range=AT_LEAST_1, needs=("save",)
     )
     keep_best_checkpoints: int | None = flag(
         None,
         "also keep this many checkpoints with the lowest validation loss",
-        type=int,
         range=AT_LEAST_1,
         needs=("save", "save_interval", "eval_interval"),
     )
     async_save: bool = flag(
         False, "continue training while a checkpoint is written from a copy in host memory", needs=("save",)
     )
-    load: str | None = flag(None, "folder to load a checkpoint from", type=str)
+    load: str | None = flag(None, "folder to load a checkpoint from")
     universal_checkpoint: bool = flag(
         False, "DeepSpeed: --load names the folder of a universal checkpoint", needs=("load",)
     )
-    ckpt_step: int | None = flag(
-        None, "iteration to load; default the latest", type=int, range=NOT_NEGATIVE, needs=("load",)
-    )
+    ckpt_step: int | None = flag(None, "iteration to load; default the latest", range=NOT_NEGATIVE, needs=("load",))
     finetune: bool = flag(False, "load the weights only and start at iteration 0")
     reset_iteration: bool = flag(
         False,
@@ -61,7 +54,7 @@ class CheckpointConfig:
         aliases=["--reset-progress"],
         needs=("load",),
     )
-    pretrained_checkpoint: str | None = flag(None, "weights to start from if --load has no checkpoint", type=str)
+    pretrained_checkpoint: str | None = flag(None, "weights to start from if --load has no checkpoint")
     use_checkpoint_args: bool = flag(
         False, "take the model from the checkpoint; sizes that are given by flags still win"
     )
@@ -76,20 +69,16 @@ class CheckpointConfig:
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"], read_with=LOAD)
     load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"], read_with=LOAD)
     non_persistent_save_interval: int | None = flag(
-        None, "iterations between copies of the training state in the memory of the hosts", type=int, range=AT_LEAST_1
+        None, "iterations between copies of the training state in the memory of the hosts", range=AT_LEAST_1
     )
     non_persistent_ckpt_type: str | None = flag(
         None,
         "where those copies go; only local is supported: files on each node",
-        type=str,
         choices=["global", "local", "in_memory"],
         read_with=COPIES,
     )
     non_persistent_local_ckpt_dir: str | None = flag(
-        None,
-        "folder of the copies on each node; default: one in /dev/shm, which is in memory",
-        type=str,
-        read_with=COPIES,
+        None, "folder of the copies on each node; default: one in /dev/shm, which is in memory", read_with=COPIES
     )
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
@@ -101,7 +90,6 @@ class CheckpointConfig:
     replication_jump: int | None = flag(
         None,
         "copies of rank n also go to ranks n + J, n + 2J, ...; default: the number of ranks of a node",
-        type=int,
         read_with=REPLICATION,
         range=AT_LEAST_1,
     )
@@ -123,30 +111,25 @@ class LoggingConfig:
     """Console, JSON, TensorBoard and Weights & Biases."""
 
     log_interval: int = flag(100, "iterations between console lines", range=AT_LEAST_1)
-    log_jsonl: str | None = flag(None, "file that gets one JSON object per step", type=str)
+    log_jsonl: str | None = flag(None, "file that gets one JSON object per step")
     log_throughput: bool = flag(False, "TFLOP/s and MFU on the console line")
     log_params_norm: bool = flag(False, "norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count zeros in the gradients")
     log_progress: bool = flag(False, "append progress to progress.txt in --save")
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard", type=str)
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
     tensorboard_log_interval: int = flag(
         1, "iterations between TensorBoard points", read_with=TENSORBOARD, range=AT_LEAST_1
     )
     tensorboard_queue_size: int = flag(
         1000, "TensorBoard events held in memory", read_with=TENSORBOARD, range=AT_LEAST_1
     )
-    wandb_project: str | None = flag(None, "Weights & Biases project", type=str, aliases=["--wandb-project-name"])
-    wandb_exp_name: str | None = flag(
-        None, "Weights & Biases run name", type=str, aliases=["--wandb-name"], read_with=WANDB
-    )
-    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", type=str, read_with=WANDB)
-    wandb_entity: str | None = flag(
-        None, "Weights & Biases entity", type=str, aliases=["--wandb-entity-name"], read_with=WANDB
-    )
+    wandb_project: str | None = flag(None, "Weights & Biases project", aliases=["--wandb-project-name"])
+    wandb_exp_name: str | None = flag(None, "Weights & Biases run name", aliases=["--wandb-name"], read_with=WANDB)
+    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", read_with=WANDB)
+    wandb_entity: str | None = flag(None, "Weights & Biases entity", aliases=["--wandb-entity-name"], read_with=WANDB)
     peak_tflops: float | None = flag(
         None,
         "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate",
-        type=float,
         range=ABOVE_ZERO,
     )
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
@@ -154,7 +137,7 @@ class LoggingConfig:
     profile_step_start: int = flag(10, "--profile begins after this iteration", read_with=PROFILE, range=NOT_NEGATIVE)
     profile_step_end: int = flag(12, "--profile ends after this iteration", read_with=PROFILE, range=AT_LEAST_1)
     profile_ranks: list[int] = flag(
-        [0], "ranks that --profile records", type=int, nargs="+", read_with=PROFILE, range=NOT_NEGATIVE
+        [0], "ranks that --profile records", nargs="+", read_with=PROFILE, range=NOT_NEGATIVE
     )
     use_pytorch_profiler: bool = flag(
         False,
@@ -174,10 +157,10 @@ class LoggingConfig:
         read_with=PYTORCH_PROFILER,
     )
     profile_memory: str | None = flag(
-        None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture", type=str
+        None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture"
     )
     profile_memory_step: int | None = flag(
-        None, "which step of this run --profile-memory records; default 2", type=int, range=AT_LEAST_1
+        None, "which step of this run --profile-memory records; default 2", range=AT_LEAST_1
     )
 
 
@@ -195,21 +178,18 @@ class RunConfig:
         aliases=["--npu-deterministic"],
         computes=True,
     )
-    train_iters: int | None = flag(None, "iterations to train", type=int, range=AT_LEAST_1)
-    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", type=int, range=AT_LEAST_1)
+    train_iters: int | None = flag(None, "iterations to train", range=AT_LEAST_1)
+    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", range=AT_LEAST_1)
     train_tokens: int | None = flag(
         None,
         "tokens to train; with --train-iters or --train-samples, the run ends at whichever comes first",
-        type=int,
         range=AT_LEAST_1,
     )
-    eval_interval: int | None = flag(None, "iterations between evaluations", type=int, range=AT_LEAST_1)
+    eval_interval: int | None = flag(None, "iterations between evaluations", range=AT_LEAST_1)
     eval_iters: int = flag(100, "iterations of an evaluation")
     skip_train: bool = flag(False, "evaluate only")
-    exit_interval: int | None = flag(
-        None, "stop at the next iteration that is a multiple of this", type=int, range=AT_LEAST_1
-    )
-    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", type=int, range=AT_LEAST_1)
+    exit_interval: int | None = flag(None, "stop at the next iteration that is a multiple of this", range=AT_LEAST_1)
+    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", range=AT_LEAST_1)
     exit_signal_handler: bool = flag(True, "save and stop on SIGTERM or SIGUSR1; always on here")
     manual_gc: bool = flag(False, "run Python's garbage collection at fixed steps only")
     manual_gc_interval: int = flag(
@@ -223,14 +203,12 @@ class SimulationConfig:
 
     dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
     world_size: int | None = flag(
-        None, "number of processes, simulated ones with --dry-run; default: as many as were started", type=int
+        None, "number of processes, simulated ones with --dry-run; default: as many as were started"
     )
     gpu: str | None = flag(
-        None,
-        "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU. --elastic: plan for it",
-        type=str,
+        None, "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU. --elastic: plan for it"
     )
-    dry_run_json: str | None = flag(None, "--dry-run: file for the result; pictures are written next to it", type=str)
+    dry_run_json: str | None = flag(None, "--dry-run: file for the result; pictures are written next to it")
     dry_run_jitter: float = flag(
         0.0,
         "--dry-run: the compute time of ranks varies by this share (standard deviation over mean), drawn from --seed",
@@ -240,9 +218,7 @@ class SimulationConfig:
     )
     dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, instead of a few that represent all")
     dry_run_trace_events: int | None = flag(
-        None,
-        "--dry-run-json with --gpu: largest number of kernels and transfers in the trace; default 400000",
-        type=int,
+        None, "--dry-run-json with --gpu: largest number of kernels and transfers in the trace; default 400000"
     )
 
 
@@ -260,7 +236,7 @@ class FaultConfig:
         False, "--skip-bad-batches: return to the weights of the last checkpoint, and skip all batches since then"
     )
     iterations_to_skip: list[int] | None = flag(
-        None, "skip the batches that follow these iterations", type=int, nargs="+", range=NOT_NEGATIVE
+        None, "skip the batches that follow these iterations", nargs="+", range=NOT_NEGATIVE
     )
     check_for_spiky_loss: bool = flag(
         False, "a spike of the loss makes a batch bad; without --skip-bad-batches it is only reported"
@@ -270,7 +246,7 @@ class FaultConfig:
         10.0, "a spike is above this many times the median of the last 100 good steps", read_with=SPIKES
     )
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, "iterations between comparisons of the weights that several ranks hold", type=int, range=AT_LEAST_1
+        None, "iterations between comparisons of the weights that several ranks hold", range=AT_LEAST_1
     )
     log_straggler: bool = flag(
         False,
@@ -288,12 +264,11 @@ TASKS = ("loss-by-position", *GENERATED, "perplexity")
 class EvaluationConfig:
     """Tasks of tools/evaluate.py, and of training at each --eval-interval."""
 
-    eval_tasks: list[str] | None = flag(None, f"tasks: {', '.join(TASKS)}", type=str, nargs="+")
+    eval_tasks: list[str] | None = flag(None, f"tasks: {', '.join(TASKS)}", nargs="+")
     eval_lengths: list[int] | None = flag(
         None,
         "needle and ruler-*: lengths of the samples in tokens; default: --seq-length, a half, a quarter and an eighth "
         "of it, without lengths below 512 or too short for the task",
-        type=int,
         nargs="+",
         range=AT_LEAST_1,
     )
@@ -304,17 +279,12 @@ class EvaluationConfig:
         4, "needle: samples per length and depth; ruler-*: samples per length, times --eval-depths", range=AT_LEAST_1
     )
     eval_haystack: str | None = flag(
-        None,
-        "needle and ruler-*: text file to hide facts in; default: twelve plain sentences, in random order",
-        type=str,
+        None, "needle and ruler-*: text file to hide facts in; default: twelve plain sentences, in random order"
     )
-    eval_files: list[str] | None = flag(None, "perplexity: text files", type=str, nargs="+")
+    eval_files: list[str] | None = flag(None, "perplexity: text files", nargs="+")
     eval_stride: int | None = flag(
-        None,
-        "perplexity: tokens from one window to the next; default --seq-length, no overlap",
-        type=int,
-        range=AT_LEAST_1,
+        None, "perplexity: tokens from one window to the next; default --seq-length, no overlap", range=AT_LEAST_1
     )
     eval_output: str | None = flag(
-        None, "folder for evaluation.json and pictures; default of tools/evaluate.py: out/evaluation", type=str
+        None, "folder for evaluation.json and pictures; default of tools/evaluate.py: out/evaluation"
     )

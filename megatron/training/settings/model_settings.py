@@ -55,33 +55,26 @@ class ModelConfig:
     model: str | None = flag(
         None,
         "named shape, such as llama3-8b, or hf:DIR with a config.json; single flags override it",
-        type=str,
         loaded=NEVER,
         computes=False,
     )
     num_layers: int | None = flag(
         None,
         "number of transformer layers",
-        type=int,
         aliases=["--encoder-num-layers"],
         network=WEIGHTS,
         range=AT_LEAST_1,
         core=True,
     )
-    hidden_size: int | None = flag(
-        None, "width of the residual stream", type=int, network=WEIGHTS, range=AT_LEAST_1, core=True
-    )
+    hidden_size: int | None = flag(None, "width of the residual stream", network=WEIGHTS, range=AT_LEAST_1, core=True)
     ffn_hidden_size: int | None = flag(
         None,
         "width of the MLP; default 4h, or about 8h/3 in a multiple of 64 with --swiglu",
-        type=int,
         network=WEIGHTS,
         range=AT_LEAST_1,
         core=True,
     )
-    num_attention_heads: int | None = flag(
-        None, "number of query heads", type=int, network=WEIGHTS, range=AT_LEAST_1, core=True
-    )
+    num_attention_heads: int | None = flag(None, "number of query heads", network=WEIGHTS, range=AT_LEAST_1, core=True)
     group_query_attention: bool = flag(
         False, "grouped-query attention with --num-query-groups key/value heads", loaded=ALWAYS
     )
@@ -89,16 +82,9 @@ class ModelConfig:
         1, "key/value heads under --group-query-attention", network=WEIGHTS, range=AT_LEAST_1, loaded=ALWAYS, core=True
     )
     kv_channels: int | None = flag(
-        None,
-        "size of a head; default hidden_size / num_attention_heads",
-        type=int,
-        network=WEIGHTS,
-        range=AT_LEAST_1,
-        core=True,
+        None, "size of a head; default hidden_size / num_attention_heads", network=WEIGHTS, range=AT_LEAST_1, core=True
     )
-    max_position_embeddings: int | None = flag(
-        None, "longest sequence the model is made for", type=int, range=AT_LEAST_1
-    )
+    max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", range=AT_LEAST_1)
     position_embedding_type: str = flag(
         "learned_absolute",
         "how the model gets the positions of tokens",
@@ -119,7 +105,6 @@ class ModelConfig:
     rotary_base_local: int | None = flag(
         None,
         "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base",
-        type=int,
         network=FUNCTION,
     )
     no_rope_freq: int | list[int] | None = flag(
@@ -144,7 +129,7 @@ class ModelConfig:
         loaded=ALWAYS,
     )
     rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "linear interpolation of RoPE", type=float, network=FUNCTION, read_with=ROPE, range=ABOVE_ZERO
+        None, "linear interpolation of RoPE", network=FUNCTION, read_with=ROPE, range=ABOVE_ZERO
     )
     use_rope_scaling: bool = flag(False, "RoPE scaling as in Llama 3.1", network=FUNCTION, read_with=ROPE)
     rope_scaling_factor: float = flag(
@@ -223,7 +208,6 @@ class ModelConfig:
     activation_func_clamp_value: float | None = flag(
         None,
         "gated MLP: limit of both halves before the activation; the activated half has no lower limit",
-        type=float,
         network=FUNCTION,
         core=True,
     )
@@ -251,21 +235,12 @@ class ModelConfig:
         core=True,
     )
     softmax_scale: float | None = flag(
-        None,
-        "factor of attention scores; default 1 / square root of --kv-channels",
-        type=float,
-        network=FUNCTION,
-        core=True,
+        None, "factor of attention scores; default 1 / square root of --kv-channels", network=FUNCTION, core=True
     )
     attn_logit_softcapping: float | None = flag(
-        None,
-        "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2",
-        type=float,
-        network=FUNCTION,
+        None, "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2", network=FUNCTION
     )
-    final_logit_softcapping: float | None = flag(
-        None, "soft-cap of the logits of the vocabulary", type=float, network=FUNCTION
-    )
+    final_logit_softcapping: float | None = flag(None, "soft-cap of the logits of the vocabulary", network=FUNCTION)
     softmax_type: str = flag(
         "vanilla",
         "softmax of attention: off-by-one adds 1 to its sum, learnable adds a sink: one learned score per head",
@@ -308,7 +283,6 @@ class ModelConfig:
     q_lora_rank: int | None = flag(
         None,
         "MLA: width of the queries' latent; default none",
-        type=int,
         network=WEIGHTS,
         read_with=LATENT,
         range=AT_LEAST_1,
@@ -344,7 +318,6 @@ class ModelConfig:
     rope_type: str | None = flag(
         None,
         "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1",
-        type=str,
         choices=["rope", "yarn"],
         read_with=LATENT,
     )
@@ -352,7 +325,6 @@ class ModelConfig:
         None,
         "attention of the layers that --linear-attention-freq chooses: a state in place of keys and values, as in "
         "Qwen3-Next",
-        type=str,
         choices=["gated_delta_net"],
         network=WEIGHTS,
     )
@@ -409,7 +381,6 @@ class ModelConfig:
         None,
         "hybrid model: for each layer M (Mamba2), * (attention), - (MLP) or E (experts), as in M-M*-; default all M, "
         "or by the two ratios",
-        type=str,
         network=WEIGHTS,
         read_with=HYBRID,
     )
@@ -441,7 +412,6 @@ class ModelConfig:
     mamba_num_heads: int | None = flag(
         None,
         "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim",
-        type=int,
         network=WEIGHTS,
         read_with=HYBRID,
         range=AT_LEAST_1,
@@ -453,7 +423,6 @@ class ModelConfig:
     mtp_num_layers: int | None = flag(
         None,
         "layers that each predict one more token ahead (multi-token prediction)",
-        type=int,
         network=WEIGHTS,
         range=NOT_NEGATIVE,
         core=True,
@@ -462,12 +431,7 @@ class ModelConfig:
         0.1, "weight of the mean of their losses", read_with=MTP, range=NOT_NEGATIVE, core=True
     )
     num_experts: int | None = flag(
-        None,
-        "experts of a layer (mixture of experts)",
-        type=int,
-        network=WEIGHTS,
-        range=AT_LEAST_1,
-        core="num_moe_experts",
+        None, "experts of a layer (mixture of experts)", network=WEIGHTS, range=AT_LEAST_1, core="num_moe_experts"
     )
     moe_layer_freq: int | list[int] = flag(
         1,
@@ -480,7 +444,6 @@ class ModelConfig:
     moe_ffn_hidden_size: int | None = flag(
         None,
         "width of an expert; default --ffn-hidden-size",
-        type=int,
         network=WEIGHTS,
         read_with=EXPERTS,
         range=AT_LEAST_1,
@@ -489,7 +452,6 @@ class ModelConfig:
     moe_shared_expert_intermediate_size: int | None = flag(
         None,
         "width of an expert that all tokens go to, in addition",
-        type=int,
         network=WEIGHTS,
         read_with=EXPERTS,
         range=AT_LEAST_1,
@@ -522,24 +484,18 @@ class ModelConfig:
     moe_router_num_groups: int | None = flag(
         None,
         "groups of experts, of which the best are chosen first",
-        type=int,
         network=FUNCTION,
         read_with=EXPERTS,
         range=AT_LEAST_1,
     )
     moe_router_group_topk: int | None = flag(
-        None,
-        "how many of these groups a token may use",
-        type=int,
-        network=FUNCTION,
-        read_with=EXPERTS,
-        range=AT_LEAST_1,
+        None, "how many of these groups a token may use", network=FUNCTION, read_with=EXPERTS, range=AT_LEAST_1
     )
     moe_router_topk_scaling_factor: float | None = flag(
-        None, "factor of the chosen experts' weights", type=float, network=FUNCTION, read_with=EXPERTS, range=ABOVE_ZERO
+        None, "factor of the chosen experts' weights", network=FUNCTION, read_with=EXPERTS, range=ABOVE_ZERO
     )
     moe_router_dtype: str | None = flag(
-        None, "dtype of the router", type=str, choices=["fp32", "fp64"], read_with=EXPERTS, core=True
+        None, "dtype of the router", choices=["fp32", "fp64"], read_with=EXPERTS, core=True
     )
     moe_router_enable_expert_bias: bool = flag(
         False,
@@ -554,20 +510,18 @@ class ModelConfig:
         ["aux_loss"],
         "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none; or "
         "sinkhorn, which evens the choice itself",
-        type=str,
         nargs="+",
         read_with=EXPERTS,
     )
     moe_aux_loss_coeff: list[float] = flag(
-        [0.0], "coefficient of each load-balancing loss", type=float, nargs="+", read_with=EXPERTS
+        [0.0], "coefficient of each load-balancing loss", nargs="+", read_with=EXPERTS
     )
     moe_z_loss_coeff: float | None = flag(
-        None, "coefficient of the router's z-loss", type=float, read_with=EXPERTS, range=NOT_NEGATIVE
+        None, "coefficient of the router's z-loss", read_with=EXPERTS, range=NOT_NEGATIVE
     )
     moe_expert_capacity_factor: float | None = flag(
         None,
         "largest number of tokens of an expert in a micro-batch, over the mean; default no limit",
-        type=float,
         network=FUNCTION,
         read_with=EXPERTS,
         range=ABOVE_ZERO,
@@ -586,11 +540,7 @@ class ModelConfig:
         read_with=EXPERTS,
     )
     lora_rank: int | None = flag(
-        None,
-        "train only adapters of this rank on the linear layers (LoRA)",
-        type=int,
-        range=AT_LEAST_1,
-        network=ADAPTERS,
+        None, "train only adapters of this rank on the linear layers (LoRA)", range=AT_LEAST_1, network=ADAPTERS
     )
     lora_alpha: float = flag(
         32.0,
@@ -602,7 +552,6 @@ class ModelConfig:
     lora_targets: list[str] | None = flag(
         None,
         "LoRA: layers with adapters; linear_qkv: all that make queries, keys, values; default all of the model's",
-        type=str,
         nargs="+",
         read_with=LORA,
         network=ADAPTERS,
@@ -618,14 +567,13 @@ class ModelConfig:
     padded_vocab_size: int | None = flag(
         None,
         "rows of the embedding; replaces --make-vocab-size-divisible-by",
-        type=int,
         aliases=["--pad-vocab-size-to"],
         range=AT_LEAST_1,
         generation=True,
         computes=False,
     )
     vocab_size: int | None = flag(
-        None, "vocabulary size; default the tokenizer's", type=int, range=AT_LEAST_1, loaded=NEVER, generation=True
+        None, "vocabulary size; default the tokenizer's", range=AT_LEAST_1, loaded=NEVER, generation=True
     )
     transformer_impl: str = flag(
         "auto",
@@ -638,7 +586,6 @@ class ModelConfig:
     fp8_format: str | None = flag(
         None,
         "FP8 through Transformer Engine",
-        type=str,
         choices=["e4m3", "hybrid"],
         loaded=NEVER,
         generation="FP8 layers are not tested with single tokens; use --dtype bf16",

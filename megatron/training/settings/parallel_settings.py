@@ -33,7 +33,6 @@ class ParallelConfig:
     context_parallel_size: int | None = flag(
         None,
         "ranks that a sequence is split over: Ulysses x Ring; without the two sizes, the split is chosen and logged",
-        type=int,
         range=AT_LEAST_1,
         stage=True,
         generation=True,
@@ -41,24 +40,17 @@ class ParallelConfig:
     ulysses_parallel_size: int | None = flag(
         None,
         "Ulysses degree: all-to-all over heads",
-        type=int,
         aliases=["--ds-sequence-parallel-size", "--ulysses-degree-in-cp"],
         range=AT_LEAST_1,
         stage=True,
         generation=True,
     )
     ring_parallel_size: int | None = flag(
-        None,
-        "Ring degree: keys and values travel around the ranks",
-        type=int,
-        range=AT_LEAST_1,
-        stage=True,
-        generation=True,
+        None, "Ring degree: keys and values travel around the ranks", range=AT_LEAST_1, stage=True, generation=True
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None,
         "Megatron-LM's name for the two sizes: Ulysses degree, then Ring degree",
-        type=int,
         nargs="+",
         range=AT_LEAST_1,
         stage=True,
@@ -68,7 +60,6 @@ class ParallelConfig:
         None,
         "Megatron-LM's name for the split: p2p is Ring, a2a is Ulysses, a2a+p2p is both (with "
         "--hierarchical-context-parallel-sizes); all_gather is Ring that gathers all keys at once",
-        type=str,
         nargs="+",
         stage=True,
         generation=True,
@@ -77,7 +68,6 @@ class ParallelConfig:
         None,
         "how the work is split over the ring: zigzag for causal masks, contiguous for windows, documents for packed "
         "documents; default: the one that suits the mask",
-        type=str,
         choices=["zigzag", "contiguous", "documents"],
         stage=True,
         generation=True,
@@ -111,7 +101,6 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = flag(
         None,
         "ranks that split each expert (TP of the experts); default the TP size",
-        type=int,
         read_with=EXPERTS,
         range=AT_LEAST_1,
         stage=True,
@@ -136,7 +125,6 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "interleaved 1F1B: layers per virtual stage",
-        type=int,
         range=AT_LEAST_1,
         stage=True,
         generation="each rank has one pipeline stage, and stages work one after the other",
@@ -144,7 +132,6 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(
         None,
         "interleaved 1F1B: virtual stages per rank",
-        type=int,
         range=AT_LEAST_1,
         stage=True,
         generation="each rank has one pipeline stage, and stages work one after the other",
@@ -152,19 +139,15 @@ class ParallelConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
         None,
         "interleaved 1F1B: consecutive micro-batches on a virtual stage; default: the number of stages",
-        type=int,
         range=AT_LEAST_1,
         stage=True,
     )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first pipeline stage", type=int, stage=True
-    )
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", type=int, stage=True)
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", stage=True)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline stage", stage=True)
     account_for_embedding_in_pipeline_split: bool = flag(False, "the first stage has one layer less", stage=True)
     pipeline_model_parallel_layout: str | None = flag(
         None,
         "layers of each pipeline stage, as in Et*3|(tt|)*29,m|L: E embedding, t layer, m prediction further, L loss",
-        type=str,
         stage=True,
         generation="stages hold equal numbers of layers",
     )
@@ -177,13 +160,11 @@ class ParallelConfig:
     elastic_grids: str | None = flag(
         None,
         'grids of --elastic by number of processes, "8: tp2 u2 r2; 4: u2 r2"; the remaining ranks are DP',
-        type=str,
         stage=True,
     )
     zero_stage: int | None = flag(
         None,
         "ZeRO, over DP x CP: 1 splits optimizer states, 2 also gradients, 3 also weights",
-        type=int,
         choices=[0, 1, 2, 3],
         stage=True,
         generation="each rank holds the complete weights of its TP part and stage; use TP or PP to split them",
@@ -197,17 +178,11 @@ class ParallelConfig:
         False, "gather parameters during the forward pass (ZeRO 1)", stage=True, computes=True
     )
     ddp_bucket_size: int | None = flag(
-        None,
-        "gradient bucket, in parameters",
-        type=int,
-        read_with=WITHOUT_FSDP,
-        range=AT_LEAST_1,
-        stage=True,
-        computes=True,
+        None, "gradient bucket, in parameters", read_with=WITHOUT_FSDP, range=AT_LEAST_1, stage=True, computes=True
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16", computes=True)
     distributed_backend: str | None = flag(
-        None, "default: nccl on GPUs, gloo on a CPU", type=str, choices=["nccl", "gloo"], generation=True
+        None, "default: nccl on GPUs, gloo on a CPU", choices=["nccl", "gloo"], generation=True
     )
     distributed_timeout_minutes: int = flag(
         10, "longest time of one collective", range=(AT_LEAST_1, AT_MOST_A_YEAR), generation=True
@@ -216,6 +191,5 @@ class ParallelConfig:
         None,
         "network interface of gloo and NCCL on every node, such as eth0; default GLOO_SOCKET_IFNAME, else the one on "
         "the route to MASTER_ADDR",
-        type=str,
         generation=True,
     )

@@ -44,43 +44,35 @@ class OptimizerSettings:
     """Optimizer, learning-rate schedule and precision."""
 
     optimizer: str = flag("adam", "optimizer", type=optimizer, choices=["adam", "sgd", "muon"], core=True)
-    lr: float | None = flag(None, "learning rate", type=float, range=ABOVE_ZERO, core=True)
+    lr: float | None = flag(None, "learning rate", range=ABOVE_ZERO, core=True)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", read_with=DECAY, range=NOT_NEGATIVE, core=True)
     lr_decay_style: str = flag(
         "linear", "schedule", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     )
-    lr_decay_iters: int | None = flag(
-        None, "iterations to decay over; default --train-iters", type=int, range=AT_LEAST_1
-    )
-    lr_decay_samples: int | None = flag(
-        None, "samples to decay over; default --train-samples", type=int, range=AT_LEAST_1
-    )
-    lr_decay_tokens: int | None = flag(None, "tokens to decay over; default --train-tokens", type=int, range=AT_LEAST_1)
+    lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters", range=AT_LEAST_1)
+    lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples", range=AT_LEAST_1)
+    lr_decay_tokens: int | None = flag(None, "tokens to decay over; default --train-tokens", range=AT_LEAST_1)
     lr_warmup_fraction: float | None = flag(
-        None, "warm-up, as a share of the decay", type=float, aliases=["--warmup"], range=BELOW_1
+        None, "warm-up, as a share of the decay", aliases=["--warmup"], range=BELOW_1
     )
     lr_warmup_iters: int = flag(0, "warm-up iterations", range=NOT_NEGATIVE)
     lr_warmup_samples: int = flag(0, "warm-up samples", range=NOT_NEGATIVE)
-    lr_warmup_tokens: int | None = flag(None, "warm-up tokens", type=int, range=NOT_NEGATIVE)
+    lr_warmup_tokens: int | None = flag(None, "warm-up tokens", range=NOT_NEGATIVE)
     lr_warmup_init: float = flag(0.0, "learning rate at the start of warm-up", range=NOT_NEGATIVE)
     lr_wsd_decay_style: str = flag(
         "exponential", "last phase of WSD", choices=["exponential", "linear", "cosine", "minus_sqrt"], read_with=WSD
     )
-    lr_wsd_decay_iters: int | None = flag(
-        None, "iterations of the last phase of WSD", type=int, read_with=WSD, range=AT_LEAST_1
-    )
-    lr_wsd_decay_samples: int | None = flag(
-        None, "samples of the last phase of WSD", type=int, read_with=WSD, range=AT_LEAST_1
-    )
+    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", read_with=WSD, range=AT_LEAST_1)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD", read_with=WSD, range=AT_LEAST_1)
     decoupled_lr: float | None = flag(
-        None, "learning rate of the embedding and the output layer", type=float, range=ABOVE_ZERO, core=True
+        None, "learning rate of the embedding and the output layer", range=ABOVE_ZERO, core=True
     )
     decoupled_min_lr: float | None = flag(
-        None, "lowest learning rate of embedding and output layer", type=float, range=NOT_NEGATIVE, core=True
+        None, "lowest learning rate of embedding and output layer", range=NOT_NEGATIVE, core=True
     )
     weight_decay: float = flag(0.01, "weight decay", range=NOT_NEGATIVE, core=True)
-    start_weight_decay: float | None = flag(None, "weight decay at the start of its schedule", type=float)
-    end_weight_decay: float | None = flag(None, "weight decay at the end of its schedule", type=float)
+    start_weight_decay: float | None = flag(None, "weight decay at the start of its schedule")
+    end_weight_decay: float | None = flag(None, "weight decay at the end of its schedule")
     weight_decay_incr_style: str = flag("constant", "weight-decay schedule", choices=["constant", "linear", "cosine"])
     override_opt_param_scheduler: bool = flag(
         False,
@@ -126,7 +118,6 @@ class OptimizerSettings:
     muon_fp32_matmul_prec: str | None = flag(
         None,
         "Muon: precision of Newton-Schulz; default medium (bf16) with --bf16 or --fp16, else highest",
-        type=str,
         choices=["medium", "high", "highest"],
         read_with=MUON,
     )
@@ -140,7 +131,7 @@ class OptimizerSettings:
     bf16: bool = flag(False, "bfloat16 with fp32 main weights", generation="use --dtype bf16")
     fp16: bool = flag(False, "float16 with fp32 main weights and loss scaling", generation="use --dtype fp16")
     loss_scale: float | None = flag(
-        None, "fixed loss scale, instead of the dynamic one of fp16", type=float, range=ABOVE_ZERO, core=True
+        None, "fixed loss scale, instead of the dynamic one of fp16", range=ABOVE_ZERO, core=True
     )
     initial_loss_scale: float = flag(
         2.0**32, "first dynamic loss scale", read_with=DYNAMIC_LOSS_SCALE, range=ABOVE_ZERO, core=True
@@ -177,82 +168,65 @@ class DataConfig:
     micro_batch_size: int | None = flag(
         None,
         "samples per micro-batch on each data-parallel rank",
-        type=int,
         aliases=["--batch-size"],
         range=AT_LEAST_1,
         stage=True,
         generation=True,
     )
     gradient_accumulation_steps: int | None = flag(
-        None,
-        "micro-batches per step, instead of --global-batch-size",
-        type=int,
-        aliases=["--gas"],
-        range=AT_LEAST_1,
-        stage=True,
+        None, "micro-batches per step, instead of --global-batch-size", aliases=["--gas"], range=AT_LEAST_1, stage=True
     )
     global_batch_size: int | None = flag(
-        None, "samples per optimizer step; default micro-batch x DP", type=int, range=AT_LEAST_1, stage=True
+        None, "samples per optimizer step; default micro-batch x DP", range=AT_LEAST_1, stage=True
     )
     rampup_batch_size: list[int] | None = flag(
-        None, "grow the batch: start size, increment, samples to grow over", type=int, nargs=3, range=NOT_NEGATIVE
+        None, "grow the batch: start size, increment, samples to grow over", nargs=3, range=NOT_NEGATIVE
     )
     step_batch_size_schedule: list[str] | None = flag(
         None,
         'global batch sizes by consumed tokens, instead of --global-batch-size: "0:768 250B:1536 500B:3072"',
-        type=str,
         nargs="+",
     )
     rampup_seq_length: list[int] | None = flag(
         None,
         "grow the part of each sample that the loss counts: start length, increment, iterations to grow over",
-        type=int,
         nargs=3,
         range=AT_LEAST_1,
     )
     seq_length_schedule: str | None = flag(
-        None,
-        'stages of several lengths, by finished iterations: "0:8K 1000:64K"; flags may follow a length',
-        type=str,
+        None, 'stages of several lengths, by finished iterations: "0:8K 1000:64K"; flags may follow a length'
     )
-    seq_length: int | None = flag(
-        None, "tokens per sample", type=int, aliases=["--encoder-seq-length"], range=AT_LEAST_1
-    )
-    data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", type=str, nargs="*")
-    train_data_path: list[str] | None = flag(None, "training data, instead of --data-path", type=str, nargs="*")
-    valid_data_path: list[str] | None = flag(None, "validation data, instead of --data-path", type=str, nargs="*")
-    test_data_path: list[str] | None = flag(None, "test data, instead of --data-path", type=str, nargs="*")
-    data_args_path: str | None = flag(None, "file with the words of --data-path", type=str)
+    seq_length: int | None = flag(None, "tokens per sample", aliases=["--encoder-seq-length"], range=AT_LEAST_1)
+    data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", nargs="*")
+    train_data_path: list[str] | None = flag(None, "training data, instead of --data-path", nargs="*")
+    valid_data_path: list[str] | None = flag(None, "validation data, instead of --data-path", nargs="*")
+    test_data_path: list[str] | None = flag(None, "test data, instead of --data-path", nargs="*")
+    data_args_path: str | None = flag(None, "file with the words of --data-path")
     per_split_data_args_path: str | None = flag(
-        None, "JSON file with the words of --train-data-path, --valid-data-path, --test-data-path", type=str
+        None, "JSON file with the words of --train-data-path, --valid-data-path, --test-data-path"
     )
-    data_file_list: str | None = flag(
-        None, "ALCF: file with a line WEIGHT PREFIX CORPUS for each part of --data-path", type=str
-    )
+    data_file_list: str | None = flag(None, "ALCF: file with a line WEIGHT PREFIX CORPUS for each part of --data-path")
     data_config: str | None = flag(
-        None, "YAML file with sources, their weights, and how often documents of a length are repeated", type=str
+        None, "YAML file with sources, their weights, and how often documents of a length are repeated"
     )
     train_weighted_split_paths: list[str] | None = flag(
-        None, 'BigScience: train data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
+        None, 'BigScience: train data as "NAME: WEIGHT START:STOP PATH, ..."', nargs="*"
     )
-    train_weighted_split_paths_path: str | None = flag(None, "file with such train data, in one line", type=str)
+    train_weighted_split_paths_path: str | None = flag(None, "file with such train data, in one line")
     valid_weighted_split_paths: list[str] | None = flag(
         None,
         'BigScience: valid data as "NAME: WEIGHT START:STOP PATH, ..."; several groups are evaluated one by one',
-        type=str,
         nargs="*",
     )
-    valid_weighted_split_paths_path: str | None = flag(None, "file with such valid data, in one line", type=str)
+    valid_weighted_split_paths_path: str | None = flag(None, "file with such valid data, in one line")
     test_weighted_split_paths: list[str] | None = flag(
-        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ..."', type=str, nargs="*"
+        None, 'BigScience: test data as "NAME: WEIGHT START:STOP PATH, ..."', nargs="*"
     )
-    test_weighted_split_paths_path: str | None = flag(None, "file with such test data, in one line", type=str)
-    split: str | None = flag(
-        None, "train,valid,test shares of --data-path, for example 969,30,1", type=str, read_with=REAL_DATA
-    )
-    data_cache_path: str | None = flag(None, "folder of the index caches", type=str, read_with=REAL_DATA)
+    test_weighted_split_paths_path: str | None = flag(None, "file with such test data, in one line")
+    split: str | None = flag(None, "train,valid,test shares of --data-path, for example 969,30,1", read_with=REAL_DATA)
+    data_cache_path: str | None = flag(None, "folder of the index caches", read_with=REAL_DATA)
     object_storage_cache_path: str | None = flag(
-        None, "folder for copies of the indices of data with a URL (s3://, gs://, hf://)", type=str, read_with=URL
+        None, "folder for copies of the indices of data with a URL (s3://, gs://, hf://)", read_with=URL
     )
     mock_data: bool = flag(False, "random tokens instead of a dataset")
     num_workers: int = flag(2, "data-loader processes per rank", range=NOT_NEGATIVE, stage=True)
@@ -310,7 +284,6 @@ class DataConfig:
         None,
         "--dpo: the model to compare with; copy: of the weights at the start; adapters-off: the model without LoRA's "
         "adapters; default: adapters-off with LoRA, else copy",
-        type=str,
         choices=["copy", "adapters-off", "none"],
         read_with=DPO,
     )
@@ -320,12 +293,12 @@ class DataConfig:
         0.5, "--fim-data: share of the cut texts whose suffix comes before the prefix", read_with=FIM
     )
     fim_split_sample: str | None = flag(
-        None, "token between the parts of a text, each of which is cut separately", type=str, read_with=FIM
+        None, "token between the parts of a text, each of which is cut separately", read_with=FIM
     )
     fim_fragment_rate: float | None = flag(
-        None, "share of such parts that are cut, in the texts that --fim-rate selects", type=float, read_with=FIM
+        None, "share of such parts that are cut, in the texts that --fim-rate selects", read_with=FIM
     )
-    fim_no_prefix: str | None = flag(None, "texts that begin with this are not cut", type=str, read_with=FIM)
+    fim_no_prefix: str | None = flag(None, "texts that begin with this are not cut", read_with=FIM)
     fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix", read_with=FIM)
     fim_middle_token: str = flag("<fim_middle>", "token before the middle", read_with=FIM)
     fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix", read_with=FIM)
@@ -355,19 +328,14 @@ class DataConfig:
     tokenizer_model: str | None = flag(
         None,
         "tokenizer file or folder",
-        type=str,
         aliases=["--tokenizer-name-or-path", "--tokenizer-file"],
         read_with=TOKENIZER_FILE,
         generation=True,
     )
-    vocab_file: str | None = flag(
-        None, "vocab.json of GPT2BPETokenizer, QwenTokenizer", type=str, read_with=BPE, generation=True
-    )
-    merge_file: str | None = flag(
-        None, "merges.txt of GPT2BPETokenizer, QwenTokenizer", type=str, read_with=BPE, generation=True
-    )
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer, QwenTokenizer", read_with=BPE, generation=True)
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer, QwenTokenizer", read_with=BPE, generation=True)
     tiktoken_pattern: str | None = flag(
-        None, "pre-tokenizer pattern of TikTokenizer", type=str, read_with=TIKTOKEN, generation=True
+        None, "pre-tokenizer pattern of TikTokenizer", read_with=TIKTOKEN, generation=True
     )
     tiktoken_num_special_tokens: int = flag(
         1000, "special tokens of TikTokenizer", read_with=TIKTOKEN, range=NOT_NEGATIVE, generation=True
