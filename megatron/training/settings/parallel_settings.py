@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.decisions.state_exchange import EXCHANGES
 from megatron.training.settings.flag import AT_LEAST_1, AT_MOST_A_YEAR, flag
 from megatron.training.settings.read_with import EXPERTS, LATENT, STATES, WITHOUT_FSDP
+
+# A number of ranks, which a stage of --seq-length-schedule and generation may set.
+ranks = partial(flag, range=AT_LEAST_1, stage=True, generation=True)
 
 
 @dataclass
 class ParallelConfig:
     """The grid TP x Ulysses x Ring x DP x PP, and how memory is split over it."""
 
-    tensor_model_parallel_size: int = flag(
-        1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"], range=AT_LEAST_1, stage=True, generation=True
-    )
+    tensor_model_parallel_size: int = ranks(1, "tensor-parallel size (TP)", aliases=["--model-parallel-size"])
     sequence_parallel: bool = flag(
         False,
         "split activations over TP between the linear layers (TP-sp)",
@@ -30,31 +32,16 @@ class ParallelConfig:
         generation="a new token may have any position, so each rank holds the complete table",
         computes=True,
     )
-    context_parallel_size: int | None = flag(
+    context_parallel_size: int | None = ranks(
         None,
         "ranks that a sequence is split over: Ulysses x Ring; without the two sizes, the split is chosen and logged",
-        range=AT_LEAST_1,
-        stage=True,
-        generation=True,
     )
-    ulysses_parallel_size: int | None = flag(
-        None,
-        "Ulysses degree: all-to-all over heads",
-        aliases=["--ds-sequence-parallel-size", "--ulysses-degree-in-cp"],
-        range=AT_LEAST_1,
-        stage=True,
-        generation=True,
+    ulysses_parallel_size: int | None = ranks(
+        None, "Ulysses degree: all-to-all over heads", aliases=["--ds-sequence-parallel-size", "--ulysses-degree-in-cp"]
     )
-    ring_parallel_size: int | None = flag(
-        None, "Ring degree: keys and values travel around the ranks", range=AT_LEAST_1, stage=True, generation=True
-    )
-    hierarchical_context_parallel_sizes: list[int] | None = flag(
-        None,
-        "Megatron-LM's name for the two sizes: Ulysses degree, then Ring degree",
-        nargs="+",
-        range=AT_LEAST_1,
-        stage=True,
-        generation=True,
+    ring_parallel_size: int | None = ranks(None, "Ring degree: keys and values travel around the ranks")
+    hierarchical_context_parallel_sizes: list[int] | None = ranks(
+        None, "Megatron-LM's name for the two sizes: Ulysses degree, then Ring degree", nargs="+"
     )
     cp_comm_type: list[str] | None = flag(
         None,
@@ -89,22 +76,11 @@ class ParallelConfig:
         read_with=LATENT,
         stage=True,
     )
-    expert_model_parallel_size: int = flag(
-        1,
-        "ranks that share the experts (EP), neighbours in TP x CP x DP",
-        read_with=EXPERTS,
-        range=AT_LEAST_1,
-        stage=True,
-        core=True,
-        generation=True,
+    expert_model_parallel_size: int = ranks(
+        1, "ranks that share the experts (EP), neighbours in TP x CP x DP", read_with=EXPERTS, core=True
     )
-    expert_tensor_parallel_size: int | None = flag(
-        None,
-        "ranks that split each expert (TP of the experts); default the TP size",
-        read_with=EXPERTS,
-        range=AT_LEAST_1,
-        stage=True,
-        generation=True,
+    expert_tensor_parallel_size: int | None = ranks(
+        None, "ranks that split each expert (TP of the experts); default the TP size", read_with=EXPERTS
     )
     moe_token_dispatcher_type: str = flag(
         "allgather",
@@ -114,14 +90,7 @@ class ParallelConfig:
         core=True,
         generation=True,
     )
-    pipeline_model_parallel_size: int = flag(
-        1,
-        "pipeline-parallel size (PP)",
-        aliases=["--pipe-parallel-size"],
-        range=AT_LEAST_1,
-        stage=True,
-        generation=True,
-    )
+    pipeline_model_parallel_size: int = ranks(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         "interleaved 1F1B: layers per virtual stage",
