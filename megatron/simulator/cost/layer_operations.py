@@ -27,12 +27,6 @@ from megatron.simulator.cost.attention_operations import (
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
 from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
 
-# Projections, norms, MLP, and their tensor parallelism.
-#
-# ``tokens``: number of tokens of a TP group. Between linear layers each rank has a share of them (sequence parallel) or
-# all. The forward pass waits for TP's transfers. In the backward pass megatron-core overlaps a column-parallel layer's
-# transfers with its two products (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
-
 # Bytes per rotated number. One kernel (context_parallel/positions/rope_kernel.py) reads and writes it once. PyTorch's
 # operations in fp32 (rope.py): cast up 6, times cosine 8, plus the other half times sine 12, cast down 6.
 ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
@@ -43,87 +37,159 @@ ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
 GATE_BYTES, GATE_GRAD_BYTES = 30, 48
 
 
-def project(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
+    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: per token."""
+    if strategy.tensor == 1 or not strategy.sequence_parallel:
+        return ()
+    return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
+
+
+def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
+    """The reduction after a row-parallel layer, and after a column-parallel layer's gradient."""
+    if strategy.tensor == 1:
+        return ()
+    kind = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
+    return (collective(kind, "tp", strategy.group("tp"), BF16 * tokens * width),)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of a TP group in the linear layers of a layer, ``count`` times in a row.
+
+    Between linear layers each rank has a share of them (sequence parallel) or all. The forward pass waits for TP's
+    transfers. In the backward pass megatron-core overlaps a column-parallel layer's transfers with its two products
+    (core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    """
+
+    shape: Shape
+    strategy: Strategy
+    tokens: float
+    count: int = 1
+
+    def run(self, *kernels: Kernel) -> Segment:
+        return Segment(kernels, count=self.count)
+
+    def send(self, *transfers: Transfer) -> list[Segment]:
+        """Transfers that nothing overlaps, if any."""
+        return [Segment((), transfers, count=self.count)] if transfers else []
+
+    def memory(self, name: str, width: float, *, backward: bool = False) -> Kernel:
+        """A kernel that moves ``width`` bytes for each token that this rank has between linear layers."""
+        split = self.strategy.tensor if self.strategy.sequence_parallel else 1
+        return memory(name, width * self.tokens / split, backward=backward)
+
+    def norm(self, width: int, *, backward: bool = False) -> Kernel:
+        return self.memory("norm", (5 if backward else 2) * BF16 * width, backward=backward)
+
+    def activation(self, inner: int, *, backward: bool = False) -> Kernel:
+        """Of an MLP; ``inner``: its width on this rank."""
+        up = inner * (2 if self.shape.gated else 1)
+        size = BF16 * self.tokens * ((2 * up if backward else up) + inner)
+        return memory("activation", size, backward=backward)
+
+    def enter(self) -> list[Segment]:
+        return self.send(*entering(self.strategy, self.shape.hidden, self.tokens))
+
+    def leave(self) -> list[Segment]:
+        transfers = leaving(self.strategy, self.shape.hidden, self.tokens)
+        return [*self.send(*transfers), self.run(self.memory("residual", 3 * BF16 * self.shape.hidden))]
+
+    def weight_grad(self, name: str, n: int, k: int) -> tuple[Kernel, ...]:
+        """The product, which adds to DDP's fp32 gradient itself, or a kernel does.
+
+        FSDP reduces gradients once per micro-batch; only a layer that runs in ``count`` chunks has an fp32 sum: the
+        first chunk is cast up, and the sum down.
+        """
+        strategy = self.strategy
+        product, each = gemm(name + "_wgrad", n, k, self.tokens, backward=True), BF16 + 2 * FP32
+        if strategy.fused and strategy.zero < 2:
+            return (replace(product, bytes=product.bytes + (2 * FP32 - BF16) * n * k),)
+        if strategy.fused:
+            if not (strategy.fpdt_chunk or (strategy.ffn_chunks and name.startswith("mlp"))):
+                return (product,)
+            each = (2 * (BF16 + FP32) + (self.count - 1) * each) / self.count
+        return product, memory("main_grad", each * n * k, backward=True)
+
+    def column_grad(self, name: str, width: int, into: int = 0) -> list[Segment]:
+        """``into``: the width of the layer's input, if it is not the hidden size."""
+        into, tokens, count = into or self.shape.hidden, self.tokens, self.count
+        dgrad = gemm(name + "_dgrad", tokens, into, width, backward=True)
+        return [
+            Segment((dgrad,), entering(self.strategy, into, tokens), count=count),
+            Segment(self.weight_grad(name, width, into), leaving(self.strategy, into, tokens), count=count),
+        ]
+
+    def row_grad(self, name: str, width: int) -> list[Segment]:
+        dgrad = gemm(name + "_dgrad", self.tokens, width, self.shape.hidden, backward=True)
+        return [*self.enter(), self.run(dgrad, *self.weight_grad(name, self.shape.hidden, width))]
+
+
+# --- projections and MLP ---
+
+
+def project(rows: Rows) -> list[Segment]:
     """Norm, QKV and rotary."""
+    shape = rows.shape
     if shape.latent:
-        return _project_latents(shape, strategy, tokens, count)
-    local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
+        return _project_latents(rows)
     return [
-        Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
-        *_enter(shape, strategy, tokens, count),
-        Segment(kernels=(gemm("qkv", tokens, width, shape.hidden),), count=count),
-        *_all_of_qkv("all_gather", shape, strategy, tokens, count),
-        Segment(kernels=_rotary(shape, strategy, tokens), count=count),
+        rows.run(rows.norm(shape.hidden)),
+        *rows.enter(),
+        rows.run(gemm("qkv", rows.tokens, _qkv(shape, rows.strategy.tensor), shape.hidden)),
+        *_all_of_qkv("all_gather", rows),
+        rows.run(*_rotary(rows)),
     ]
 
 
-def project_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+def project_grad(rows: Rows) -> list[Segment]:
     """The backward pass of :func:`project`."""
-    if shape.latent:
-        return _project_latents_grad(shape, strategy, tokens, count)
-    local, width = _local(strategy, tokens), _qkv(shape, strategy.tensor)
+    if rows.shape.latent:
+        return _project_latents_grad(rows)
     return [
-        Segment(kernels=_rotary(shape, strategy, tokens, backward=True), count=count),
-        *_all_of_qkv("reduce_scatter", shape, strategy, tokens, count),
-        *_column_grad("qkv", shape, strategy, tokens, width, count),
-        Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
+        rows.run(*_rotary(rows, backward=True)),
+        *_all_of_qkv("reduce_scatter", rows),
+        *rows.column_grad("qkv", _qkv(rows.shape, rows.strategy.tensor)),
+        rows.run(rows.norm(rows.shape.hidden, backward=True)),
     ]
 
 
-def output(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+def output(rows: Rows) -> list[Segment]:
     """Output projection and residual."""
-    width = _mixed(shape, strategy.tensor)
-    return [
-        *_gate(shape, GATE_BYTES * tokens * width, count),
-        Segment(kernels=(gemm("attention_out", tokens, shape.hidden, width),), count=count),
-        *_leave(shape, strategy, tokens, count),
-    ]
+    width = _mixed(rows.shape, rows.strategy.tensor)
+    product = gemm("attention_out", rows.tokens, rows.shape.hidden, width)
+    return [*_gate(rows, GATE_BYTES * width), rows.run(product), *rows.leave()]
 
 
-def output_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+def output_grad(rows: Rows) -> list[Segment]:
     """The backward pass of :func:`output`."""
-    width = _mixed(shape, strategy.tensor)
-    gate = _gate(shape, GATE_GRAD_BYTES * tokens * width, count, backward=True)
-    return [*_row_grad("attention_out", shape, strategy, tokens, width, count), *gate]
+    width = _mixed(rows.shape, rows.strategy.tensor)
+    return [*rows.row_grad("attention_out", width), *_gate(rows, GATE_GRAD_BYTES * width, backward=True)]
 
 
-def _gate(shape: Shape, moved: float, count: int, backward: bool = False) -> list[Segment]:
+def _gate(rows: Rows, moved: float, backward: bool = False) -> list[Segment]:
     """The gate on attention's output; that of a state is a part of its norm."""
-    if not shape.output_gate or shape.linear:
+    if not rows.shape.output_gate or rows.shape.linear:
         return []
-    return [Segment((memory("gate", moved, backward=backward),), count=count)]
+    return [rows.run(memory("gate", moved * rows.tokens, backward=backward))]
 
 
-def mlp(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+def mlp(rows: Rows) -> list[Segment]:
     """Norm, MLP and residual."""
-    local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
-    up = inner * (2 if shape.gated else 1)
-    activation = memory("activation", BF16 * tokens * (up + inner))
-    return [
-        Segment(kernels=(memory("norm", 2 * BF16 * local * shape.hidden),), count=count),
-        *_enter(shape, strategy, tokens, count),
-        Segment(
-            kernels=(
-                gemm("mlp_up", tokens, up, shape.hidden),
-                activation,
-                gemm("mlp_down", tokens, shape.hidden, inner),
-            ),
-            count=count,
-        ),
-        *_leave(shape, strategy, tokens, count),
-    ]
+    shape, inner = rows.shape, rows.shape.ffn // rows.strategy.tensor
+    up = gemm("mlp_up", rows.tokens, inner * (2 if shape.gated else 1), shape.hidden)
+    down = gemm("mlp_down", rows.tokens, shape.hidden, inner)
+    run = rows.run(up, rows.activation(inner), down)
+    return [rows.run(rows.norm(shape.hidden)), *rows.enter(), run, *rows.leave()]
 
 
-def mlp_grad(shape: Shape, strategy: Strategy, tokens: float, count: int = 1) -> list[Segment]:
+def mlp_grad(rows: Rows) -> list[Segment]:
     """The backward pass of :func:`mlp`."""
-    local, inner = _local(strategy, tokens), shape.ffn // strategy.tensor
-    up = inner * (2 if shape.gated else 1)
-    activation = memory("activation", BF16 * tokens * (2 * up + inner), backward=True)
+    shape, inner = rows.shape, rows.shape.ffn // rows.strategy.tensor
     return [
-        *_row_grad("mlp_down", shape, strategy, tokens, inner, count),
-        Segment(kernels=(activation,), count=count),
-        *_column_grad("mlp_up", shape, strategy, tokens, up, count),
-        Segment(kernels=(memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count),
+        *rows.row_grad("mlp_down", inner),
+        rows.run(rows.activation(inner, backward=True)),
+        *rows.column_grad("mlp_up", inner * (2 if shape.gated else 1)),
+        rows.run(rows.norm(shape.hidden, backward=True)),
     ]
 
 
@@ -139,49 +205,83 @@ def _latents(shape: Shape, tensor: int) -> list[tuple[str, int, int, int]]:
     return [(name, into, out, out // tensor) for name, into, out in pairs]
 
 
-def _project_latents(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
+def _project_latents(rows: Rows) -> list[Segment]:
     """Norm, the latents, their norms, queries, keys and values from them, rotary (core/latent_attention.py)."""
-    local = _local(strategy, tokens)
-    segments = [Segment((memory("norm", 2 * BF16 * local * shape.hidden),), count=count)]
-    for name, into, out, width in _latents(shape, strategy.tensor):
-        gathers = entering(strategy, into, tokens)
-        segments += [Segment(transfers=gathers, count=count)] if gathers else []
-        kernels = [gemm(name, tokens, width, into)]
-        if name.endswith("_down"):
-            kernels.append(memory("norm", 2 * BF16 * local * out))
-        segments.append(Segment(tuple(kernels), count=count))
-        if name.endswith("_down") and strategy.tensor > 1:
-            whole = collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * out)
-            segments.append(Segment(transfers=(whole,), count=count))
-    return [*segments, Segment((*_joined(shape, strategy, tokens), *_rotary(shape, strategy, tokens)), count=count)]
+    strategy, tokens = rows.strategy, rows.tokens
+    segments = [rows.run(rows.norm(rows.shape.hidden))]
+    for name, into, out, width in _latents(rows.shape, strategy.tensor):
+        norm = (rows.norm(out),) if name.endswith("_down") else ()
+        segments += [*rows.send(*entering(strategy, into, tokens)), rows.run(gemm(name, tokens, width, into), *norm)]
+        if norm and strategy.tensor > 1:
+            segments += rows.send(collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * out))
+    return [*segments, rows.run(*_joined(rows), *_rotary(rows))]
 
 
-def _project_latents_grad(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
+def _project_latents_grad(rows: Rows) -> list[Segment]:
     """The backward pass of :func:`_project_latents`."""
-    local = _local(strategy, tokens)
-    begin = (*_rotary(shape, strategy, tokens, backward=True), *_joined(shape, strategy, tokens, backward=True))
-    segments = [Segment(begin, count=count)]
+    shape, strategy, tokens = rows.shape, rows.strategy, rows.tokens
+    segments = [rows.run(*_rotary(rows, backward=True), *_joined(rows, backward=True))]
     for name, into, out, width in reversed(_latents(shape, strategy.tensor)):
         if name.endswith("_down"):
-            norm, rotated = memory("norm", 5 * BF16 * local * out, backward=True), 0
-            sums: tuple[Transfer, ...] = ()
+            rotated, sums = 0, ()
             if name == "kv_down" and strategy.tensor > 1:  # all heads share the rotated part
                 rotated = shape.latent.rotated
                 sums = (collective("all_reduce", "tp", strategy.group("tp"), BF16 * tokens * rotated),)
-            segments.append(Segment((norm,), (*entering(strategy, out - rotated, tokens), *sums), count=count))
-        segments += _column_grad(name, shape, strategy, tokens, width, count, into)
-    return [*segments, Segment((memory("norm", 5 * BF16 * local * shape.hidden, backward=True),), count=count)]
+            sent = (*entering(strategy, out - rotated, tokens), *sums)
+            segments.append(Segment((rows.norm(out, backward=True),), sent, count=rows.count))
+        segments += rows.column_grad(name, width, into)
+    return [*segments, rows.run(rows.norm(shape.hidden, backward=True))]
 
 
-def _joined(shape: Shape, strategy: Strategy, tokens: float, backward: bool = False) -> tuple[Kernel, ...]:
+def _joined(rows: Rows, backward: bool = False) -> tuple[Kernel, ...]:
     """Copies that join the parts of queries and keys, and in the backward pass separate them again."""
-    return (memory("join", 4 * BF16 * tokens * shape.heads * shape.head_dim / strategy.tensor, backward=backward),)
+    width = rows.shape.heads * rows.shape.head_dim / rows.strategy.tensor
+    return (memory("join", 4 * BF16 * rows.tokens * width, backward=backward),)
+
+
+def _mixed(shape: Shape, tensor: int) -> int:
+    """Columns on a TP rank of what enters the output projection."""
+    linear = shape.linear
+    return (linear.heads * linear.values if linear else shape.heads * shape.value_dim) // tensor
+
+
+def _qkv(shape: Shape, tensor: int) -> int:
+    """Columns of the first projection on a TP rank: an equal share, even if it is less than a key/value head."""
+    if shape.linear:
+        return shape.linear.projected // tensor
+    return ((1 + shape.output_gate) * shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
+
+
+def _all_of_qkv(kind: Collective, rows: Rows) -> list[Segment]:
+    """With more TP ranks than key/value heads core gathers queries, keys and values of all TP ranks.
+
+    Each rank then selects those of its heads (core/transformer/attention.py, get_query_key_value_tensors).
+    """
+    shape, strategy = rows.shape, rows.strategy
+    if shape.kv_heads >= strategy.tensor or shape.linear:
+        return []
+    whole, backward = BF16 * rows.tokens * _qkv(shape, 1), kind == "reduce_scatter"
+    # A copy joins the ranks' columns; in backward a gradient for all columns is first filled with zeros.
+    copies = memory("join", (4 if backward else 2) * whole, backward=backward)
+    return [*rows.send(collective(kind, "tp", strategy.group("tp"), whole)), rows.run(copies)]
+
+
+def _rotary(rows: Rows, backward: bool = False) -> tuple[Kernel, ...]:
+    shape, strategy = rows.shape, rows.strategy
+    if shape.positions or shape.linear:
+        return ()
+    held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+    each = ROTARY_BYTES if strategy.fused else UNFUSED_ROTARY_BYTES
+    return (memory("rotary", each * rows.tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
 
 
 # --- experts ---
 #
 # The all-to-all dispatcher (core/experts.py). Each expert's products run one after the other. The ranks wait for the
 # rank whose experts get most tokens.
+
+# Bytes for each score of a token: casts, the sort by score with its indices, softmax, masks and their transposes.
+ROUTER_BYTES = 60
 
 
 def experts(workload: Workload, strategy: Strategy) -> list[Segment]:
@@ -190,7 +290,6 @@ def experts(workload: Workload, strategy: Strategy) -> list[Segment]:
     token, inner = BF16 * shape.hidden, d.width * (2 if shape.gated else 1)
     scores = memory("router", ROUTER_BYTES * d.tokens * shape.mixture.experts)
     up, down = gemm("expert_up", d.each, inner, shape.hidden), gemm("expert_down", d.each, shape.hidden, d.width)
-    each = (up, memory("activation", BF16 * d.each * (inner + d.width)), down)
     sorts = memory("sort", 2 * token * d.received)
     return [
         Segment((memory("norm", 2 * token * d.tokens), gemm("router", d.tokens, shape.mixture.experts, shape.hidden))),
@@ -198,7 +297,7 @@ def experts(workload: Workload, strategy: Strategy) -> list[Segment]:
         Segment((scores, memory("permute", 2 * token * d.sent)), _counts(shape, strategy)),
         *_there(strategy, d, token + BF16),  # with the token's weight
         Segment((sorts,)),
-        Segment(each, count=d.held),
+        Segment((up, Rows(shape, strategy, d.each).activation(d.width), down), count=d.held),
         Segment((sorts,)),
         *_back(strategy, d, token),
         Segment((memory("permute", 2 * token * d.sent), memory("residual", 3 * token * d.tokens))),
@@ -209,18 +308,18 @@ def experts_grad(workload: Workload, strategy: Strategy) -> list[Segment]:
     """The backward pass of :func:`experts`."""
     shape, d = workload.shape, dispatched(workload, strategy)
     token, inner = BF16 * shape.hidden, d.width * (2 if shape.gated else 1)
-    number = shape.mixture.experts
+    number, of_each, of_all = shape.mixture.experts, Rows(shape, strategy, d.each), Rows(shape, strategy, d.tokens)
     each = (
         gemm("expert_down_dgrad", d.each, d.width, shape.hidden, backward=True),
-        *_weight_grad("expert_down", strategy, d.each, shape.hidden, d.width, 1),
-        memory("activation", BF16 * d.each * (2 * inner + d.width), backward=True),
+        *of_each.weight_grad("expert_down", shape.hidden, d.width),
+        of_each.activation(d.width, backward=True),
         gemm("expert_up_dgrad", d.each, shape.hidden, inner, backward=True),
-        *_weight_grad("expert_up", strategy, d.each, inner, shape.hidden, 1),
+        *of_each.weight_grad("expert_up", inner, shape.hidden),
     )
     router = (
         memory("router", ROUTER_BYTES * d.tokens * number, backward=True),
         gemm("router_dgrad", d.tokens, shape.hidden, number, backward=True),
-        *_weight_grad("router", strategy, d.tokens, number, shape.hidden, 1),
+        *of_all.weight_grad("router", number, shape.hidden),
     )
     sorts = memory("sort", 2 * token * d.received, backward=True)
     permute = memory("permute", 2 * token * d.sent, backward=True)
@@ -235,10 +334,6 @@ def experts_grad(workload: Workload, strategy: Strategy) -> list[Segment]:
         *_shared_expert_grad(shape, strategy, d),
         Segment((*router, memory("norm", 5 * token * d.tokens, backward=True))),
     ]
-
-
-# Bytes for each score of a token: casts, the sort by score with its indices, softmax, masks and their transposes.
-ROUTER_BYTES = 60
 
 
 def _there(strategy: Strategy, d: Dispatched, token: int) -> list[Segment]:
@@ -275,136 +370,32 @@ def _counts(shape: Shape, strategy: Strategy) -> tuple[Transfer, ...]:
     return (collective("all_gather", "ep", group, 8 * shape.mixture.experts * group.size),) if group.size > 1 else ()
 
 
+def _of_shared_expert(shape: Shape, strategy: Strategy, d: Dispatched) -> Rows:
+    return Rows(shape, strategy, d.tokens * (strategy.tensor if strategy.sequence_parallel else 1))
+
+
 def _shared_expert(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segment]:
     if not d.shared:
         return []
-    tokens, up = d.tokens * _split(strategy), d.shared * (2 if shape.gated else 1)
-    products = (
-        gemm("shared_up", tokens, up, shape.hidden),
-        memory("activation", BF16 * tokens * (up + d.shared)),
-        gemm("shared_down", tokens, shape.hidden, d.shared),
-    )
-    leave = leaving(strategy, shape.hidden, tokens)
-    sides = *_enter(shape, strategy, tokens, 1), Segment(products), *([Segment((), leave)] if leave else [])
-    return list(sides)
+    rows = _of_shared_expert(shape, strategy, d)
+    up = gemm("shared_up", rows.tokens, d.shared * (2 if shape.gated else 1), shape.hidden)
+    down = gemm("shared_down", rows.tokens, shape.hidden, d.shared)
+    leave = rows.send(*leaving(strategy, shape.hidden, rows.tokens))
+    return [*rows.enter(), rows.run(up, rows.activation(d.shared), down), *leave]
 
 
 def _shared_expert_grad(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segment]:
     if not d.shared:
         return []
-    tokens, up = d.tokens * _split(strategy), d.shared * (2 if shape.gated else 1)
-    activation = memory("activation", BF16 * tokens * (2 * up + d.shared), backward=True)
+    rows = _of_shared_expert(shape, strategy, d)
     return [
-        *_row_grad("shared_down", shape, strategy, tokens, d.shared, 1),
-        Segment((activation,)),
-        *_column_grad("shared_up", shape, strategy, tokens, up, 1),
+        *rows.row_grad("shared_down", d.shared),
+        rows.run(rows.activation(d.shared, backward=True)),
+        *rows.column_grad("shared_up", d.shared * (2 if shape.gated else 1)),
     ]
 
 
-def _split(strategy: Strategy) -> int:
-    return strategy.tensor if strategy.sequence_parallel else 1
-
-
-def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
-    """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: per token."""
-    if strategy.tensor == 1 or not strategy.sequence_parallel:
-        return ()
-    return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
-
-
-def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
-    """The reduction after a row-parallel layer, and after a column-parallel layer's gradient."""
-    if strategy.tensor == 1:
-        return ()
-    kind = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
-    return (collective(kind, "tp", strategy.group("tp"), BF16 * tokens * width),)
-
-
-def _mixed(shape: Shape, tensor: int) -> int:
-    """Columns on a TP rank of what enters the output projection."""
-    linear = shape.linear
-    return (linear.heads * linear.values if linear else shape.heads * shape.value_dim) // tensor
-
-
-def _qkv(shape: Shape, tensor: int) -> int:
-    """Columns of the first projection on a TP rank: an equal share, even if it is less than a key/value head."""
-    if shape.linear:
-        return shape.linear.projected // tensor
-    return ((1 + shape.output_gate) * shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
-
-
-def _all_of_qkv(kind: Collective, shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
-    """With more TP ranks than key/value heads core gathers queries, keys and values of all TP ranks.
-
-    Each rank then selects those of its heads (core/transformer/attention.py, get_query_key_value_tensors).
-    """
-    if shape.kv_heads >= strategy.tensor or shape.linear:
-        return []
-    whole, backward = BF16 * tokens * _qkv(shape, 1), kind == "reduce_scatter"
-    # A copy joins the ranks' columns; in backward a gradient for all columns is first filled with zeros.
-    copies = memory("join", (4 if backward else 2) * whole, backward=backward)
-    return [
-        Segment(transfers=(collective(kind, "tp", strategy.group("tp"), whole),), count=count),
-        Segment(kernels=(copies,), count=count),
-    ]
-
-
-def _local(strategy: Strategy, tokens: float) -> float:
-    return tokens / strategy.tensor if strategy.sequence_parallel else tokens
-
-
-def _rotary(shape: Shape, strategy: Strategy, tokens: float, backward: bool = False) -> tuple[Kernel, ...]:
-    if shape.positions or shape.linear:
-        return ()
-    held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
-    each = ROTARY_BYTES if strategy.fused else UNFUSED_ROTARY_BYTES
-    return (memory("rotary", each * tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
-
-
-def _enter(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
-    transfers = entering(strategy, shape.hidden, tokens)
-    return [Segment(transfers=transfers, count=count)] if transfers else []
-
-
-def _leave(shape: Shape, strategy: Strategy, tokens: float, count: int) -> list[Segment]:
-    residual = memory("residual", 3 * BF16 * _local(strategy, tokens) * shape.hidden)
-    transfers = leaving(strategy, shape.hidden, tokens)
-    return [*([Segment(transfers=transfers, count=count)] if transfers else []), Segment((residual,), count=count)]
-
-
-def _weight_grad(name: str, strategy: Strategy, tokens: float, n: int, k: int, count: int) -> tuple[Kernel, ...]:
-    """The product, which adds to DDP's fp32 gradient itself, or a kernel does.
-
-    FSDP reduces gradients once per micro-batch; only a layer that runs in ``count`` chunks has an fp32 sum: the first
-    chunk is cast up, and the sum down.
-    """
-    product, each = gemm(name + "_wgrad", n, k, tokens, backward=True), BF16 + 2 * FP32
-    if strategy.fused and strategy.zero < 2:
-        return (replace(product, bytes=product.bytes + (2 * FP32 - BF16) * n * k),)
-    if strategy.fused:
-        if not (strategy.fpdt_chunk or (strategy.ffn_chunks and name.startswith("mlp"))):
-            return (product,)
-        each = (2 * (BF16 + FP32) + (count - 1) * each) / count
-    return product, memory("main_grad", each * n * k, backward=True)
-
-
-def _column_grad(
-    name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int, into: int = 0
-) -> list[Segment]:
-    """``into``: the width of the layer's input, if it is not the hidden size."""
-    into = into or shape.hidden
-    dgrad = gemm(name + "_dgrad", tokens, into, width, backward=True)
-    wgrad = _weight_grad(name, strategy, tokens, width, into, count)
-    return [
-        Segment((dgrad,), entering(strategy, into, tokens), count=count),
-        Segment(wgrad, leaving(strategy, into, tokens), count=count),
-    ]
-
-
-def _row_grad(name: str, shape: Shape, strategy: Strategy, tokens: float, width: int, count: int) -> list[Segment]:
-    dgrad = gemm(name + "_dgrad", tokens, width, shape.hidden, backward=True)
-    wgrad = _weight_grad(name, strategy, tokens, shape.hidden, width, count)
-    return [*_enter(shape, strategy, tokens, count), Segment((dgrad, *wgrad), count=count)]
+# --- the layer ---
 
 
 def layer(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
@@ -445,19 +436,13 @@ class _Layer:
         return self.workload.shape
 
     @property
-    def rows(self) -> float:
-        """Tokens of a chunk in a TP group."""
-        return self.attended.rows / self.chunks
+    def rows(self) -> Rows:
+        """The tokens of each chunk of projections and attention."""
+        return Rows(self.shape, self.strategy, self.attended.rows / self.chunks, self.chunks)
 
     def stored(self) -> tuple[HostCopy, ...]:
         """Copies to host memory that a forward pass overlaps."""
         return stored_in_forward(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else ()
-
-    def project(self) -> list[Segment]:
-        return project(self.shape, self.strategy, self.rows, self.chunks)
-
-    def output(self) -> list[Segment]:
-        return output(self.shape, self.strategy, self.rows, self.chunks)
 
     def ffn(self, work: Callable[..., list[Segment]]) -> list[Segment]:
         """The pass of the MLP, or of the experts in its place, if any. ``work``: :func:`mlp` or :func:`mlp_grad`."""
@@ -466,7 +451,7 @@ class _Layer:
         if self.shape.mixture:
             return (experts if work is mlp else experts_grad)(self.workload, self.strategy)
         runs = self.ffn_chunks or 1
-        return work(self.shape, self.strategy, self.attended.rows / runs, runs)
+        return work(Rows(self.shape, self.strategy, self.attended.rows / runs, runs))
 
 
 def streamed(
@@ -518,7 +503,7 @@ def _forward(work: _Layer, *, saving: bool, again: bool = False) -> list[Segment
     segments = work.ffn(mlp)
     if work.shape.mixes:
         attention = _attention(work, saving=saving, kept=again and work.strategy.keep_attention)
-        segments = [*work.project(), *attention, *work.output(), *segments]
+        segments = [*project(work.rows), *attention, *output(work.rows), *segments]
     return spread_by_work(segments, *(work.stored() if saving else ()))
 
 
@@ -528,8 +513,8 @@ def _again(work: _Layer) -> list[Segment]:
     if not strategy.fpdt_chunk or strategy.recompute_layers > 1:
         return _forward(work, saving=True, again=True)
     segments = [
-        *work.project(),
-        *to_heads(a, strategy, work.rows, work.chunks),
+        *project(work.rows),
+        *to_heads(a, strategy, work.rows.tokens, work.chunks),
         *chunked_forward(a, strategy, work.chunks, saving=True),
     ]
     return spread_by_work(segments, *work.stored())
@@ -543,11 +528,16 @@ def _attention(work: _Layer, *, saving: bool, kept: bool = False) -> list[Segmen
     chunked = strategy.fpdt_chunk > 0
     tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
     tiles = [] if kept else tiles
-    return [*to_heads(a, strategy, work.rows, chunks), *tiles, *to_sequence(a, strategy, work.rows, chunks)]
+    return [
+        *to_heads(a, strategy, work.rows.tokens, chunks),
+        *tiles,
+        *to_sequence(a, strategy, work.rows.tokens, chunks),
+    ]
 
 
 def _backward(work: _Layer) -> list[Segment]:
-    shape, strategy, a, rows, chunks = work.shape, work.strategy, work.attended, work.rows, work.chunks
+    shape, strategy, a, chunks = work.shape, work.strategy, work.attended, work.chunks
+    rows = work.rows.tokens
     tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
     tiles = [
         *to_sequence(a, strategy, rows, chunks, backward=True),
@@ -556,15 +546,17 @@ def _backward(work: _Layer) -> list[Segment]:
     ]
     if shape.linear:
         tiles = state_mixer(work.workload, strategy, backward=True)
-    mixer = [
-        *output_grad(shape, strategy, rows, chunks),
-        *tiles,
-        *project_grad(shape, strategy, rows, chunks),
-    ]
+    mixer = [*output_grad(work.rows), *tiles, *project_grad(work.rows)]
     ffn = spread_evenly(work.ffn(mlp_grad), *copied_in_ffn_backward(a, strategy, chunks))
     segments = [*ffn, *(mixer if shape.mixes else ())]
     if not strategy.fpdt_chunk:  # a chunked FFN computes its forward pass again
         return [*work.ffn(mlp), *segments] if work.ffn_chunks and shape.has_ffn else segments
     # Chunked layers keep nothing between a chunk's passes: projections and FFN run again before their gradients.
-    segments = [*work.ffn(mlp), *work.output(), *to_sequence(a, strategy, rows, chunks), *work.project(), *segments]
+    segments = [
+        *work.ffn(mlp),
+        *output(work.rows),
+        *to_sequence(a, strategy, rows, chunks),
+        *project(work.rows),
+        *segments,
+    ]
     return spread_by_work(segments, *loaded_in_backward(a, strategy, chunks))
