@@ -29,6 +29,7 @@ from megatron.context_parallel.layout.block_sparse import (
 from megatron.context_parallel.layout.grid import Axis, Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.layout.tree import Tree
 from megatron.context_parallel.linear_attention.mixer import linear_attention
 from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
@@ -60,6 +61,7 @@ __all__ = [
     "SequenceLayout",
     "StridedBlocks",
     "TokenScores",
+    "Tree",
     "Window",
     "abstract_grid",
     "alibi_slopes",

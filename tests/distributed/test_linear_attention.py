@@ -47,9 +47,22 @@ def each_document(function, tensors: list[Tensor], ends) -> Tensor:
     samples = []
     for sample in range(batch):
         own = ends[sample % len(ends)]
+        if isinstance(own, cp.Tree):
+            samples.append(each_path(function, [x[:, sample : sample + 1] for x in tensors], own))
+            continue
         parts = [function(*(x[a:b, sample : sample + 1] for x in tensors)) for a, b in zip((0, *own), own)]
         samples.append(torch.cat(parts))
     return torch.cat(samples, dim=1)
+
+
+def each_path(function, tensors: list[Tensor], tree: cp.Tree) -> Tensor:
+    """``function`` of each segment after the tokens of its path: as in separate rows."""
+    parts = []
+    for path in tree.paths:
+        spans = [tree.spans[segment] for segment in path]
+        row = function(*(torch.cat([x[a:b] for a, b in spans]) for x in tensors))
+        parts.append(row[-(spans[-1][1] - spans[-1][0]) :])
+    return torch.cat(parts)
 
 
 def random_like(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels.base import Final, Kernel, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles, tile_rows
+from megatron.context_parallel.layout.masks import Causal, Mask, has_tree, inside_tiles, tile_rows
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions.block_sizes import BlockTable
@@ -95,7 +95,7 @@ class AttentionRule:
 
         Raises:
             KernelUnavailable: the kernel cannot run on this machine, or does not support this rule.
-            ValueError: slopes or dropout are for another number of heads or samples.
+            ValueError: slopes or dropout are for another number of heads or samples, or slopes for a tree.
         """
         batch, heads, size = q_SBHD.shape[1:]
         dropout = self.dropout if self.dropout is not None and self.dropout.threshold else None
@@ -106,6 +106,8 @@ class AttentionRule:
                 )
             dropout = dropout.of_heads(ulysses.rank * heads)
         slopes = _of_rank(self.alibi_slopes, "alibi_slopes", heads, ulysses)
+        if slopes is not None and has_tree(self.mask):
+            raise ValueError("ALiBi's distances do not follow the paths of a tree: use RoPE, or separate rows")
         slopes = None if slopes is None else to_device(slopes, q_SBHD.device)
         kernel = kernels.select(
             self.kernel,

@@ -29,7 +29,7 @@ from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans
 from megatron.context_parallel.linear_attention.mixer import StateRoute, route_of
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA, LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import Halo, convolve, indices
-from megatron.context_parallel.linear_attention.span_exchange import checked_ends, entry_states, exit_grads, rows_of
+from megatron.context_parallel.linear_attention.span_exchange import checked_ends, cut_at_forks, entry_states, exit_grads, rows_of
 from megatron.context_parallel.linear_attention.span_maps import (
     BlockSpans,
     add_reads,
@@ -114,7 +114,7 @@ class _Pass:
         self.layout, self.chunks = layer.layout, range(layer.layout.chunks)
         self.rows = self.layout.local_chunks
         self.ends = checked_ends(layer.documents, x.size(1), self.layout)
-        self.local_pieces = _pieces(self.layout.local_spans, self.rows)
+        self.local_pieces = _pieces(cut_at_forks(self.layout.local_spans, self.ends), self.rows)
         self.store = ChunkStore(layer.offload)
         self.route: StateRoute | None = None
         self.states: dict[tuple[int, int], Tensor] = {}  # by chunk and piece: the state before it

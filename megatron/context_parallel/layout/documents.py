@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into one sequence: their ends, restarting positions, and an even distribution over a ring."""
+"""Documents or trees in one sequence: their ends, restarting positions, and an even distribution over a ring."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span, Spans, union
+from megatron.context_parallel.layout.tree import Tree
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
 
@@ -30,9 +31,13 @@ def document_ends(tokens: Tensor, eod: int) -> tuple[int, ...]:
 def document_rows(ends: Tensor) -> list[tuple[int, ...]]:
     """The ends of each sample's documents, from a tensor [b, n] whose rows are padded with their last value.
 
+    A tensor [b, n, 2] has the ends and the parents of a tree's segments.
+
     Raises:
         ValueError: the tensor is something else, for example a dense mask.
     """
+    if ends.dim() == 3 and ends.size(2) == 2 and ends.dtype == torch.int64:
+        return [Tree(*zip(*dict.fromkeys(map(tuple, row)))) for row in ends.tolist()]
     if ends.dim() != 2 or ends.dtype != torch.int64:
         raise ValueError(
             f"the ends of documents must be an int64 tensor [b, n], not {ends.dtype} {list(ends.shape)}: pass masks "
@@ -42,9 +47,24 @@ def document_rows(ends: Tensor) -> list[tuple[int, ...]]:
 
 
 def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
-    """Positions within their documents, from positions in the sequence; int64, any shape."""
+    """Positions within their documents, or along a tree's paths, from positions in the sequence; int64, any shape."""
     starts = to_device(torch.tensor((0, *ends[:-1])), positions.device)
-    return positions - starts[torch.bucketize(positions, starts, right=True) - 1]
+    segment = torch.bucketize(positions, starts, right=True) - 1
+    firsts = starts - to_device(torch.tensor(ends.depths), positions.device) if isinstance(ends, Tree) else starts
+    return positions - firsts[segment]
+
+
+class Piece(NamedTuple):
+    """A document or a segment of a tree; ``origin`` is the position at which a causal query would see no earlier key."""
+
+    start: int
+    stop: int
+    origin: int
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs under a causal mask."""
+        return _pairs(self.stop - self.origin) - _pairs(self.start - self.origin)
 
 
 @lru_cache(maxsize=64)
@@ -53,22 +73,24 @@ def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
 
     A document that stays on one rank needs no transfer and has large tiles. But a long one is too much work for one
     rank: it is cut in zigzag order over the fewest ranks that keep each rank's part below a limit. The limit is lowered
-    until the work is even.
+    until the work is even. So are a tree's segments, whose work includes their paths.
 
     Args:
-        ends: one past the last token of each document; ``ranks`` divides the last end.
+        ends: one past the last token of each document, or a tree; ``ranks`` divides the last end.
         ranks: number of ring ranks.
 
     Returns:
         For each rank its positions, ascending.
     """
-    documents = sorted(zip((0, *ends), ends), key=lambda span: (span[0] - span[1], span[0]))
-    mean = sum(_pairs(stop - start) for start, stop in documents) / ranks
-    cuttable = [stop - start for start, stop in documents if stop - start >= 2 * ranks]
-    smallest = _pairs(min(cuttable, default=ends[-1])) / ranks
+    depths = ends.depths if isinstance(ends, Tree) else (0,) * len(ends)
+    pieces = [Piece(start, stop, start - depth) for start, stop, depth in zip((0, *ends), ends, depths)]
+    pieces.sort(key=lambda piece: (-piece.pairs, piece.start))
+    mean = sum(piece.pairs for piece in pieces) / ranks
+    cuttable = [piece.pairs for piece in pieces if piece.stop - piece.start >= 2 * ranks]
+    smallest = min(cuttable, default=_pairs(ends[-1])) / ranks
     best, least, limit = [_Share()], float("inf"), mean
     while True:
-        shares = _deal(documents, ranks, ends[-1] // ranks, limit)
+        shares = _deal(pieces, ranks, ends[-1] // ranks, limit)
         uneven = max(abs(share.work - mean) for share in shares) / mean
         if uneven < least:
             best, least = shares, uneven
@@ -89,51 +111,50 @@ class _Share:
         self.spans: list[Span] = []
         self.tokens = self.work = 0
 
-    def take(self, span: Span, document: Span) -> None:
-        first, stop = span[0] - document[0], span[1] - document[0]
-        if first < stop:
-            self.spans.append(span)
-            self.tokens += stop - first
-            self.work += _pairs(stop) - _pairs(first)
+    def take(self, piece: Piece) -> None:
+        if piece.start < piece.stop:
+            self.spans.append(piece[:2])
+            self.tokens += piece.stop - piece.start
+            self.work += piece.pairs
 
 
-def _deal(documents: list[Span], ranks: int, capacity: int, limit: float) -> list[_Share]:
-    """Distribute documents, longest first, each over the fewest ranks whose parts of its work stay below ``limit``.
+def _deal(pieces: list[Piece], ranks: int, capacity: int, limit: float) -> list[_Share]:
+    """Distribute pieces, those with most work first, each over the fewest ranks whose parts of it stay below ``limit``.
 
     Args:
         capacity: tokens of a rank.
     """
     shares = [_Share() for _ in range(ranks)]
-    rest: list[tuple[Span, Span]] = []  # (tokens, their document) that no rank holds yet
-    whole = bisect_left(documents, -limit, key=lambda document: -_pairs(document[1] - document[0]))
-    for document in documents[:whole]:
-        start, length = document[0], document[1] - document[0]
-        parts = min(ceil(_pairs(length) / limit), ranks)
+    rest: list[Piece] = []  # what no rank holds yet
+    whole = bisect_left(pieces, -limit, key=lambda piece: -piece.pairs)
+    for piece in pieces[:whole]:
+        start, length = piece.start, piece.stop - piece.start
+        parts = min(ceil(piece.pairs / limit), ranks)
         blocks = 2 * parts if parts > 1 else 1  # zigzag: two blocks for each rank
         size = length // blocks
         fit = [share for share in shares if share.tokens <= capacity - size * blocks // parts]
         if len(fit) < parts:
-            rest.append((document, document))
+            rest.append(piece)
             continue
         chosen = sorted(sorted(fit, key=attrgetter("work"))[:parts], key=shares.index)
         for index, share in enumerate(chosen):
             for block in {index, blocks - 1 - index}:
-                share.take((start + block * size, start + (block + 1) * size), document)
-        rest.append(((start + blocks * size, document[1]), document))
-    for document in documents[whole:]:
-        room, least = capacity - (document[1] - document[0]), None
+                share.take(Piece(start + block * size, start + (block + 1) * size, piece.origin))
+        rest.append(piece._replace(start=start + blocks * size))
+    for piece in pieces[whole:]:
+        room, least = capacity - (piece.stop - piece.start), None
         for share in shares:  # a loop, because min() over the shares that fit takes twice as long
             if share.tokens <= room and (least is None or share.work < least.work):
                 least = share
         if least is None:
-            rest.append((document, document))
+            rest.append(piece)
         else:
-            least.take(document, document)
-    for (start, stop), document in rest:
+            least.take(piece)
+    for start, stop, origin in rest:
         while start < stop:
             share = min((share for share in shares if share.tokens < capacity), key=lambda share: share.work)
             taken = min(stop - start, capacity - share.tokens)
-            share.take((start, start + taken), document)
+            share.take(Piece(start, start + taken, origin))
             start += taken
     return shares
 

@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.layout.spans import Span, whole_numbers
+from megatron.context_parallel.layout.spans import Span
+from megatron.context_parallel.layout.tree import Tree, segment_ends
 from megatron.decisions.division import NARROW
 from megatron.platform.streams import to_device
 
@@ -197,8 +198,8 @@ class Documents(NarrowedMask):
 
     Attributes:
         ends: ascending, one past the last token of each document; the last is the length of the sequence. Any sequence
-            of whole numbers; it becomes a tuple.
-        within: what a query attends to inside its document.
+            of whole numbers; it becomes a tuple. Or a :class:`~.tree.Tree`, of which a query attends to its own path.
+        within: what a query attends to inside its document; in a tree, along its path, whose positions count from 0.
 
     Raises:
         ValueError: the ends are no whole numbers, or do not ascend from 1 or more.
@@ -208,7 +209,7 @@ class Documents(NarrowedMask):
     within: Mask = Causal()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", whole_numbers(self.ends, "the ends of documents"))
+        object.__setattr__(self, "ends", segment_ends(self.ends, "the ends of documents"))
         if not self.ends or any(a >= b for a, b in zip((0, *self.ends), self.ends)):
             raise ValueError("the ends of documents must ascend, from 1 or more to the length of the sequence")
 
@@ -218,6 +219,9 @@ class Documents(NarrowedMask):
         return (sum((b - a) ** 2 for a, b in zip((0, *self.ends), self.ends)) / len(self.ends)) ** 0.5
 
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
+        if isinstance(self.ends, Tree):
+            yield from self._bands_of_tree(self.ends, q, k)
+            return
         for document in range(bisect_right(self.ends, max(q[0], k[0], 0)), len(self.ends)):
             keys = (self.ends[document - 1] if document else 0, self.ends[document])
             if keys[0] >= min(q[1], k[1]):
@@ -225,8 +229,29 @@ class Documents(NarrowedMask):
             for band in self.within.bands((max(q[0], keys[0]), min(q[1], keys[1])), keys):
                 yield from band.clip(keys)
 
+    def _bands_of_tree(self, tree: Tree, q: Span, k: Span) -> Iterator[Band]:
+        for segment in range(bisect_right(tree, max(q[0], 0)), len(tree)):
+            start, stop = tree.spans[segment]
+            if start >= q[1]:
+                return
+            down = tree.depths[segment] - start
+            rows = (max(q[0], start) + down, min(q[1], stop) + down)
+            for band in self.within.bands(rows, (0, stop + down)):
+                for other in tree.paths[segment]:
+                    first, end = tree.spans[other]
+                    if first < k[1] and k[0] < end:
+                        right = tree.depths[other] - first
+                        for part in band.clip((first + right, end + right)):
+                            at = (part.q[0] - down, part.q[1] - down)
+                            yield part._replace(q=at, first=part.first - right, end=part.end - right)
+
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         ends = to_device(torch.tensor(self.ends), q.device)
+        if isinstance(self.ends, Tree):
+            segments = [torch.bucketize(at, ends, right=True) for at in (q, k)]
+            places = to_device(torch.tensor(self.ends.depths) - torch.tensor((0, *self.ends[:-1])), q.device)
+            depths = [at + places[segment] for at, segment in zip((q, k), segments)]
+            return to_device(self.ends.on_path, q.device)[tuple(segments)] & self.within.allowed(*depths)
         same = torch.bucketize(q, ends, right=True) == torch.bucketize(k, ends, right=True)
         return same & self.within.allowed(q, k)
 
@@ -247,9 +272,17 @@ def inside_tiles(mask: Mask) -> Mask:
     Tiles are cut from bands, which are always inside the rectangles that a :class:`NarrowedMask` keeps. Therefore no
     pair has to be looked up in documents or blocks, for which a GPU would wait for the host.
     """
+    if isinstance(mask, Documents) and isinstance(mask.ends, Tree):  # positions along a path are looked up
+        return replace(mask, within=inside_tiles(mask.within))
     if isinstance(mask, NarrowedMask):
         return inside_tiles(mask.within)
     return replace(mask, within=inside_tiles(mask.within)) if isinstance(mask, MaskFunction) else mask
+
+
+def has_tree(mask: Mask) -> bool:
+    """Whether distances between tokens are not those of their positions in the sequence."""
+    within = getattr(mask, "within", None)
+    return isinstance(getattr(mask, "ends", None), Tree) or (within is not None and has_tree(within))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.documents import deal
 from megatron.context_parallel.layout.grid import Grid
-from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of, whole_numbers
+from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
+from megatron.context_parallel.layout.tree import segment_ends
 from megatron.decisions.division import length_unit
 from megatron.platform.autograd import once_differentiable, refuse_transforms
 
@@ -61,7 +62,7 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         if self.balance not in ("zigzag", "contiguous", "documents"):
             raise ValueError(f"balance {self.balance} is unknown: use zigzag, contiguous or documents")
-        object.__setattr__(self, "document_ends", whole_numbers(self.document_ends, "document_ends"))
+        object.__setattr__(self, "document_ends", segment_ends(self.document_ends, "document_ends"))
         if self.document_ends and (self.balance != "documents" or self.document_ends[-1] != self.seq_length):
             raise ValueError(
                 f"document_ends need balance=documents, not {self.balance}, and the last one must be the length of the "
@@ -118,7 +119,7 @@ class SequenceLayout:
         """
         if self.balance != "documents":
             return self
-        ends = whole_numbers(ends, "the ends of documents")
+        ends = segment_ends(ends, "the ends of documents")
         if ends not in self._of_documents:
             if len(self._of_documents) == KEPT:
                 del self._of_documents[next(iter(self._of_documents))]  # the oldest

@@ -36,11 +36,13 @@ from megatron.context_parallel.linear_attention.span_exchange import (
     Ends,
     SpanOrder,
     checked_ends,
+    cut_at_forks,
     document_starts,
     entry_states,
     exit_grads,
     rows_of,
     span_order,
+    trees_differ,
 )
 from megatron.context_parallel.linear_attention.span_maps import (
     BlockSpans,
@@ -87,6 +89,7 @@ def linear_attention(
         layout: which rank holds which tokens.
         documents: for each sample, one past the last token of each of its documents, in the complete sequence; or one
             such list for all samples; () if each sample is one document. No state passes from a document to another.
+            A ``cp.Tree`` in place of a list: its branches begin with the state after their parent.
         exchange: ``gather``, ``relay``, ``heads`` (decisions/state_exchange.py), or ``auto``: the one with the fewest
             bytes. ``heads`` needs a number of heads that the Ulysses degree divides.
         kernel: ``fla``, the kernels of fla-core for GPUs; ``triton``, this program's for rules without a delta, also
@@ -104,6 +107,11 @@ def linear_attention(
         if rule not in RULES:
             raise ValueError(f"rule {rule!r} is unknown: use one of {', '.join(RULES)}")
         rule = RULES[rule]
+    if trees_differ(documents):
+        how = {"rule": rule, "layout": layout, "exchange": exchange, "kernel": kernel}
+        given = zip(*(len(documents) * [None] if x is None else x.split(1, dim=1) for x in (q, k, v, g, beta, skip)))
+        each = zip(given, documents, strict=True)
+        return torch.cat([linear_attention(*one, documents=[tree], **how) for one, tree in each], dim=1)
     q, k, v = one_dtype(q, k, v)
     beta = g.new_ones(()).expand(v.shape[:3]) if beta is None else beta
     gates = torch.promote_types(g.dtype, beta.dtype)
@@ -161,8 +169,8 @@ class StateRoute:
 
     @property
     def alone(self) -> bool:
-        """Whether this rank has all tokens and heads."""
-        return self.ulysses is None and self.axis.size == 1
+        """Whether this rank has all tokens and heads, and no state forks."""
+        return self.ulysses is None and len(self.order.places) == 1
 
     def local(self, rule: LinearRule, spans: Spans) -> FlaSpans | DecaySpans | BlockSpans:
         """Computes the rows at ``spans``, as :meth:`arrange` has them."""
@@ -176,8 +184,8 @@ class StateRoute:
 
     @property
     def sends(self) -> bool:
-        """Whether any rank needs a state from another one."""
-        return self.order.counts.hops > 0
+        """Whether any span needs the state after another one."""
+        return any(not place.fresh for place in self.order.places)
 
     def arrange(self, inputs: Inputs, spans: Spans) -> list[Tensor]:
         """The inputs of the rows at ``spans``, with a log-decay of -inf where a document begins (not for fla).
@@ -217,9 +225,10 @@ def route_of(
     kernel = chosen_kernel(kernel, rule, device=v.device, dtype=v.dtype, keys=sizes.keys, values=sizes.values)
     by_heads, how = chosen_exchange(sizes, order.counts, on_ring.counts, grid.ulysses.size, exchange)
     if by_heads:
-        spans = layout.ring_spans(grid.ring.rank)
+        spans = cut_at_forks(layout.ring_spans(grid.ring.rank), ends)
         return StateRoute(grid.context, grid.ring, on_ring, spans, ends, how == "relay", grid.ulysses, kernel)
-    return StateRoute(grid.context, grid.context, order, layout.local_spans, ends, how == "relay", None, kernel)
+    spans = cut_at_forks(layout.local_spans, ends)
+    return StateRoute(grid.context, grid.context, order, spans, ends, how == "relay", None, kernel)
 
 
 @replaceable

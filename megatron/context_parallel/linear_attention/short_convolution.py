@@ -7,7 +7,7 @@ row passes from a document to another.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,15 @@ from megatron.context_parallel.layout.documents import restart
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, numbered, positions
-from megatron.context_parallel.linear_attention.span_exchange import Ends, begins, checked_ends, rows_of
+from megatron.context_parallel.linear_attention.span_exchange import (
+    Ends,
+    begins,
+    checked_ends,
+    cut_at_forks,
+    forks,
+    rows_of,
+    trees_differ,
+)
 from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
 from megatron.platform.streams import to_device
 
@@ -68,6 +76,10 @@ def short_convolution(
         raise ValueError(f"x has shape {list(x.shape)}, but must be [{layout.local_length}, b, channels]")
     if weight.dim() != 2 or len(weight) != x.size(2) or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"weight must be [{x.size(2)}, width] and bias [{x.size(2)}] for x {list(x.shape)}")
+    if trees_differ(documents):
+        how = {"layout": layout, "activation": activation}
+        samples = zip(x.split(1, dim=1), documents, strict=True)
+        return torch.cat([short_convolution(one, weight, bias, documents=[tree], **how) for one, tree in samples], 1)
     ends = checked_ends(documents, x.size(1), layout)
     return _ShortConvolution.apply(x, weight, bias, Halo.of(layout, ends, weight.size(1) - 1), activation)
 
@@ -80,7 +92,8 @@ class Halo:
         axis: the context ranks.
         spans: this rank's.
         ends: of documents.
-        width: rows before each span; those before the sequence or, for all samples, before a document are 0.
+        width: rows before each span, in a tree on its path; those before the sequence or, for all samples, before a
+            document are 0.
         send: for each rank, the rows of this rank that it needs.
         receive: for each rank, the places among all halo rows of this rank for the rows that it sends.
     """
@@ -95,7 +108,8 @@ class Halo:
     @classmethod
     def of(cls, layout: SequenceLayout, ends: Ends, width: int) -> Halo:
         send, receive = _messages(layout.without_groups(), ends, width)
-        return cls(layout.grid.context, layout.local_spans, ends, width, send, receive)
+        spans = cut_at_forks(layout.local_spans, ends)
+        return cls(layout.grid.context, spans, ends, width, send, receive)
 
     @property
     def sent(self) -> list[int]:
@@ -139,24 +153,29 @@ def indices(rows: Sequence[int], like: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _messages(layout: SequenceLayout, ends: Ends, width: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """``send`` and ``receive`` of :class:`Halo`, for the rank of ``layout``, which has no groups."""
-    grid, fresh = layout.grid, sorted(begins(ends))
+    grid, fresh, parents = layout.grid, begins(ends), forks(ends)
     held = [layout.spans(ulysses=u, ring=r) for r in range(grid.ring.size) for u in range(grid.ulysses.size)]
     places = sorted((span, rank, row) for rank, spans in enumerate(held) for row, span in numbered(spans))
     send: list[list[int]] = [[] for _ in held]
     receive: list[list[int]] = [[] for _ in held]
     for needing, spans in enumerate(held):
-        for index, (start, _) in enumerate(spans):
-            first = max(start - width, fresh[bisect_right(fresh, start) - 1])
-            at = bisect_left(places, ((start, 0),))
-            while at and places[at - 1][0][1] > first:
-                at -= 1
-                (begin, stop), rank, row = places[at]
-                rows = range(max(begin, first), stop)
+        for index, (start, _) in enumerate(cut_at_forks(spans, ends)):
+            for back, at in enumerate(_before(start, fresh, parents, width), 1):
+                (begin, _), rank, row = places[bisect_right(places, at, key=lambda place: place[0][0]) - 1]
                 if rank == grid.context.rank:
-                    send[needing] += [row + one - begin for one in rows]
+                    send[needing].append(row + at - begin)
                 if needing == grid.context.rank:
-                    receive[rank] += [(index + 1) * width + one - start for one in rows]
+                    receive[rank].append((index + 1) * width - back)
     return tuple(map(tuple, send)), tuple(map(tuple, receive))
+
+
+def _before(start: int, fresh: set[int], parents: dict[int, int], width: int) -> list[int]:
+    """The positions of the last tokens before ``start``, the nearest first, in a tree on its path."""
+    found: list[int] = []
+    while len(found) < width and start not in fresh:
+        start = parents.get(start, start) - 1
+        found.append(start)
+    return found
 
 
 def convolve(

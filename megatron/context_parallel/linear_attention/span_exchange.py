@@ -2,14 +2,17 @@
 """Which spans of tokens lie on which ranks, and how states and their gradients go from one to the next.
 
 Spans are in the order of positions, whatever the layout. A span is *fresh* if a document of every sample begins with
-it; it then needs no state. A span *hands on* its state if the next one is not fresh. Nothing is sent for the others.
+it; it then needs no state. Another one needs the state after the span before it or, where a tree has a branch, after
+the end of the branch's parent; spans are cut at both. That span *hands on* its state. Nothing is sent for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +21,14 @@ from torch import Tensor
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, numbered, positions
+from megatron.context_parallel.layout.tree import Tree, documents_of, segment_ends
 from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.span_maps import apply_map, apply_map_grad
 from megatron.decisions.state_exchange import SpanCounts
 from megatron.platform.autograd import without_autocast
 
 Ends = tuple[tuple[int, ...], ...]
-"""One past the last token of each document: one tuple for all samples, or one for each; () for one document."""
+"""One past the last token of each document, or a tree: one for all samples, or one for each; () for one document."""
 
 
 def checked_ends(documents: Sequence[Sequence[int]], batch: int, layout: SequenceLayout) -> Ends:
@@ -35,29 +39,59 @@ def checked_ends(documents: Sequence[Sequence[int]], batch: int, layout: Sequenc
     """
     if any(isinstance(one, int) for one in documents):
         raise ValueError("documents is a list of numbers: give [[...]], one list for all samples or one for each")
-    ends = tuple(tuple(one) for one in documents)
+    ends = tuple(segment_ends(one, "the ends of documents") for one in documents)
     if len(ends) not in (0, 1, batch):
         raise ValueError(f"documents has {len(ends)} lists for {batch} samples: give one, or one for each sample")
     for one in ends:
         if not one or one[-1] != layout.seq_length or any(a >= b for a, b in zip((0, *one), one)):
             raise ValueError(f"the ends of documents must ascend to the length of the sequence, {layout.seq_length}")
+    if trees_differ(ends):
+        raise ValueError("the samples have different trees: call this for each sample")
     return () if all(len(one) == 1 for one in ends) else ends
+
+
+def trees_differ(documents: Sequence[Sequence[int]]) -> bool:
+    """Whether samples must be computed one by one, because their states fork at different places."""
+    return any(isinstance(one, Tree) for one in documents) and any(one != documents[0] for one in documents)
 
 
 def begins(ends: Ends) -> set[int]:
     """The positions at which a document of every sample begins."""
-    return {0} | (set.intersection(*map(set, ends)) if ends else set())
+    return {0} | (set.intersection(*(set(documents_of(one)) for one in ends)) if ends else set())
+
+
+def forks(ends: Ends) -> dict[int, int]:
+    """Where a branch begins, in all samples, that does not continue the token before it: the end of its parent."""
+    return ends[0].forks if ends and isinstance(ends[0], Tree) else {}
+
+
+def cut_at_forks(spans: Spans, ends: Ends) -> Spans:
+    """The spans, which may touch, so that each begins at most one branch, and a parent's last token ends one."""
+    cuts = sorted({at for fork in forks(ends).items() for at in fork})
+    result: list[Span] = []
+    for start, stop in spans:
+        inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)]
+        result += zip((start, *inside), (*inside, stop))
+    return tuple(result)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A span of the sequence: the rank that holds it, and its number among the rank's spans."""
+    """A span of the sequence: the rank that holds it, and its number among the rank's spans.
+
+    Attributes:
+        before: the place, in the order of positions, after which it needs the state; None: it is fresh.
+    """
 
     rank: int
     index: int
     span: Span
-    fresh: bool
+    before: int | None
     hands_on: bool
+
+    @property
+    def fresh(self) -> bool:
+        return self.before is None
 
 
 @dataclass(frozen=True)
@@ -73,7 +107,8 @@ class SpanOrder:
 
     @cached_property
     def counts(self) -> SpanCounts:
-        links = [(a, b) for a, b in zip(self.places, self.places[1:]) if a.hands_on and a.rank != b.rank]
+        needed = ((self.places[place.before], place) for place in self.places if not place.fresh)
+        links = [(a, b) for a, b in needed if a.rank != b.rank]
         sent = [sum(a.rank == rank for a, _ in links) for rank in range(self.ranks)]
         slots = [sum(place.hands_on for place in self.of(rank)) for rank in range(self.ranks)]
         return SpanCounts(self.ranks, max(slots), len(links), max(sent))
@@ -87,7 +122,7 @@ def rows_of(spans: Spans) -> list[Span]:
 def document_starts(ends: Ends, spans: Spans) -> Tensor:
     """Whether a document begins at each position of ``spans``: bool [rows, samples, or 1 for all], on the CPU."""
     at = positions(spans, torch.device("cpu"))
-    return torch.stack([torch.isin(at, torch.tensor((0, *one[:-1]))) for one in ends], dim=1)
+    return torch.stack([torch.isin(at, torch.tensor((0, *documents_of(one)[:-1]))) for one in ends], dim=1)
 
 
 @lru_cache(maxsize=64)
@@ -102,13 +137,20 @@ def span_order(layout: SequenceLayout, ends: Ends, by_heads: bool) -> SpanOrder:
         held = [layout.ring_spans(r) for r in range(ring)]
     else:
         held = [layout.spans(ulysses=u, ring=r) for r in range(ring) for u in range(ulysses)]
-    fresh = begins(ends) | {layout.seq_length}
-    places = [
-        Place(rank, index, span, span[0] in fresh, span[1] not in fresh)
+    fresh, parents = begins(ends), forks(ends)
+    lying = [
+        (span, rank, index)
         for rank, spans in enumerate(held)
-        for index, span in enumerate(spans)
+        for index, span in enumerate(cut_at_forks(spans, ends))
     ]
-    return SpanOrder(tuple(sorted(places, key=lambda place: place.span)), len(held))
+    lying.sort()
+    ending = {span[1]: number for number, (span, _, _) in enumerate(lying)}
+    before = [None if span[0] in fresh else ending[parents.get(span[0], span[0])] for span, _, _ in lying]
+    handing = set(before)
+    places = (
+        Place(rank, index, span, before[number], number in handing) for number, (span, rank, index) in enumerate(lying)
+    )
+    return SpanOrder(tuple(places), len(held))
 
 
 @without_autocast
@@ -121,17 +163,17 @@ def entry_states(
         maps: by number, the maps of this rank's spans that hand on their states.
         empty: the state 0 [b, heads, K, V].
     """
+    step = partial(apply_map, rule)
     if relay:
-        return _relayed(order.places, axis, empty, lambda place, state: apply_map(rule, maps[place.index], state))
-    columns = empty.size(-1) + rule.map_columns(empty.size(-2))
-    known = _gathered([p for p in order.places if p.hands_on], axis, maps, empty, columns)
-    state, entries = empty, {}
-    for place in order.places:
-        state = empty if place.fresh else state
+        return _relayed(order.places, axis, maps, empty, step)
+    known = _gathered([p for p in order.places if p.hands_on], axis, maps, empty, _columns(rule, empty))
+    after, entries = {}, {}
+    for number, place in enumerate(order.places):
+        state = empty if place.fresh else after[place.before]
         if place.rank == axis.rank:
             entries[place.index] = state
         if place.hands_on:
-            state = apply_map(rule, known[place], state)
+            after[number] = step(known[place], state)
     return entries
 
 
@@ -139,24 +181,31 @@ def entry_states(
 def exit_grads(
     rule: LinearRule, order: SpanOrder, axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, relay: bool
 ) -> dict[int, Tensor]:
-    """The gradient of the state after each span of this rank, the last spans first.
+    """The gradient of the state after each span of this rank, the last spans first; a parent's is its branches' sum.
 
     Args:
         maps: by number, M and E of this rank's spans that are not fresh; M is 0 if a span does not hand on its state.
     """
-    turned = tuple(Place(p.rank, p.index, p.span, not p.hands_on, not p.fresh) for p in reversed(order.places))
+    step = partial(apply_map_grad, rule)
     if relay:
-        return _relayed(turned, axis, empty, lambda place, grad: apply_map_grad(rule, maps[place.index], grad))
-    columns = empty.size(-1) + rule.map_columns(empty.size(-2))
-    known = _gathered([p for p in turned if p.hands_on], axis, maps, empty, columns)
-    grad, grads = empty, {}
-    for place in turned:
-        grad = empty if place.fresh else grad
+        return _relayed_back(order.places, axis, maps, empty, step)
+    known = _gathered([p for p in order.places[::-1] if not p.fresh], axis, maps, empty, _columns(rule, empty))
+    after, grads = {}, {}
+    for number, place in reversed(list(enumerate(order.places))):
+        grad = after.pop(number, empty)
         if place.rank == axis.rank:
             grads[place.index] = grad
-        if place.hands_on:
-            grad = apply_map_grad(rule, known[place], grad)
+        if not place.fresh:
+            _add(after, place.before, step(known[place], grad))
     return grads
+
+
+def _columns(rule: LinearRule, empty: Tensor) -> int:
+    return empty.size(-1) + rule.map_columns(empty.size(-2))
+
+
+def _add(totals: dict[int, Tensor], number: int, grad: Tensor) -> None:
+    totals[number] = totals[number] + grad if number in totals else grad
 
 
 def _gathered(
@@ -177,28 +226,52 @@ def _gathered(
     return {place: every[r * slots + slot] for r, places in enumerate(by_rank) for slot, place in enumerate(places)}
 
 
-def _relayed(places: Sequence[Place], axis: Axis, empty: Tensor, step) -> dict[int, Tensor]:
-    """The state before each place of this rank; a place sends the state after it to the next one.
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def _relayed(
+    places: Sequence[Place], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, step: Step
+) -> dict[int, Tensor]:
+    """The state before each place of this rank, which it gets from the rank of the place before.
 
     All ranks go through the places in the same order, so that each message meets a rank that waits for it.
     """
-    state, entries = empty, {}
-    for before, place, after in zip([None, *places], places, [*places[1:], None]):
-        if place.rank != axis.rank:
-            continue
-        if place.fresh:
-            state = empty
-        elif before.rank != axis.rank:
-            state = torch.empty_like(empty)
-            _message(dist.irecv, state, axis, before.rank)
-        entries[place.index] = state
-        if place.hands_on:
-            state = step(place, state)
-            if after.rank != axis.rank:
-                _message(dist.isend, state.contiguous(), axis, after.rank)
+    after, entries = {}, {}
+    for number, place in enumerate(places):
+        source = axis.rank if place.fresh else places[place.before].rank
+        if place.rank == axis.rank:
+            state = empty if place.fresh else after.get(place.before)
+            if state is None:
+                state = _message(dist.irecv, torch.empty_like(empty), axis, source)
+            entries[place.index] = state
+            if place.hands_on:
+                after[number] = step(maps[place.index], state)
+        elif source == axis.rank and not place.fresh:
+            _message(dist.isend, after[place.before].contiguous(), axis, place.rank)
     return entries
 
 
-def _message(kind, x: Tensor, axis: Axis, peer: int) -> None:
+def _relayed_back(
+    places: Sequence[Place], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, step: Step
+) -> dict[int, Tensor]:
+    """The gradient of the state after each place of this rank; the messages of :func:`_relayed`, turned."""
+    after, grads = {}, {}
+    for number, place in reversed(list(enumerate(places))):
+        target = place.rank if place.fresh else places[place.before].rank
+        if place.rank == axis.rank:
+            grads[place.index] = after.pop(number, empty)
+            if not place.fresh:
+                grad = step(maps[place.index], grads[place.index])
+                if target == axis.rank:
+                    _add(after, place.before, grad)
+                else:
+                    _message(dist.isend, grad.contiguous(), axis, target)
+        elif target == axis.rank and not place.fresh:
+            _add(after, place.before, _message(dist.irecv, torch.empty_like(empty), axis, place.rank))
+    return grads
+
+
+def _message(kind: Any, x: Tensor, axis: Axis, peer: int) -> Tensor:
     for work in dist.batch_isend_irecv([dist.P2POp(kind, x, axis.global_rank(peer), axis.group)]):
         work.wait()
+    return x

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.context_parallel.layout.documents import restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, positions
+from megatron.context_parallel.layout.tree import Tree
 from megatron.platform.autograd import once_differentiable
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import to_device
@@ -226,7 +227,7 @@ class LayoutRotaryEmbedding:
         Args:
             documents: the ends of each sample's documents; empty if a sequence is one document.
         """
-        varies = self.restarts or self.layout.balance == "documents"
+        varies = self._restart(documents) or self.layout.balance == "documents"
         key = tuple(documents) if varies else ()
         key = key[:1] if len(set(key)) == 1 else key
         if self._known is None or self._known[0] != key:
@@ -236,16 +237,20 @@ class LayoutRotaryEmbedding:
     def _angles(self, documents: tuple[Ends, ...]) -> Tensor:
         layout = self.layout.of_documents(documents[0]) if documents else self.layout
         at = to_device(layout.positions, self.inv_freq.device)[:, None]
-        if self.restarts and documents:
+        if self._restart(documents):
             at = torch.cat([restart(at, ends) for ends in documents], dim=1)
         return rotary_angles(at, self.inv_freq)[:, :, None]
 
     def of_spans(self, spans: tuple[Span, ...], document: Ends | None = None) -> Tensor:
         """Angles, fp32 [s, 1, 1, dim / 2], of any positions in a sequence."""
         at = positions(spans, self.inv_freq.device)
-        if self.restarts and document is not None:
+        if document is not None and self._restart([document]):
             at = restart(at, document)
         return rotary_angles(at, self.inv_freq)[:, None, None]
+
+    def _restart(self, documents: Sequence[Ends]) -> bool:
+        """Whether positions are those within documents; a tree has no others."""
+        return any(self.restarts or isinstance(ends, Tree) for ends in documents)
 
     def rotate(self, query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys [s, b, heads, d], rotated by ``angles``."""
