@@ -27,6 +27,7 @@ from tests.pairs import also_in_full
 LENGTH, SIZE, WIDTH = 192, 8, 24
 ENDS = (1, 20, 90, 91, 150, 192)  # documents of one token, and one longer than a rank's share
 LONG = (130, 131, 192)
+TREE = cp.Tree((90, 91, 130, 150, 170, 192), (-1, 0, 0, 2, 2, -1))
 EMPTY_ROW = cp.BlockList(((0,), (0, 1), (), (0, 3), (1, 4), (5,), (2, 6), (0, 7), (), (7, 9), (4, 10), (0, 11)))
 
 
@@ -48,6 +49,8 @@ MASKS = {
     "long document": cp.Documents(LONG),
     "documents both ways": cp.Documents(ENDS, cp.Full()),
     "documents and window": cp.Documents(LONG, cp.Window(35)),
+    "tree": cp.Documents(TREE),
+    "tree and window": cp.Documents(TREE, cp.Window(35)),
     "longformer": cp.BlockSparse(16, cp.LongformerBlocks(1, 1), LENGTH),
     "bigbird both ways": cp.BlockSparse(16, cp.BigBirdBlocks(0, 1, 2), LENGTH, cp.Full()),
     "strided": cp.BlockSparse(8, cp.StridedBlocks(4), LENGTH),

@@ -105,11 +105,7 @@ def test_samples_with_different_trees(pool):
 @pytest.mark.parametrize(
     "ulysses, ring, balance, name, width",
     by_pairs(
-        [
-            (*grid, b, NAMES[(i + j) % 4], 4 + j % 2)
-            for i, grid in enumerate(GRIDS)
-            for j, b in enumerate(BALANCES)
-        ],
+        [(*grid, b, NAMES[(i + j) % 4], 4 + j % 2) for i, grid in enumerate(GRIDS) for j, b in enumerate(BALANCES)],
         lambda u, r, *others: {(u, r), *others},
     ),
 )
@@ -121,7 +117,15 @@ def test_a_convolution_in_a_tree(pool, ulysses, ring, balance, name, width):
 
 KEPT = ["device", "offloaded", "streamed", "recomputed"]
 CHUNKED = [
-    (*grid, b, NAMES[(i + j + n) % 4], chunks, ["gather", "relay", "heads"][(i + j + n) % 3], rule, KEPT[(i + j + n) % 4])
+    (
+        *grid,
+        b,
+        NAMES[(i + j + n) % 4],
+        chunks,
+        ["gather", "relay", "heads"][(i + j + n) % 3],
+        rule,
+        KEPT[(i + j + n) % 4],
+    )
     for i, grid in enumerate([(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
     for j, b in enumerate(BALANCES)
     for n, (chunks, rule) in enumerate([(5, "gated_delta"), (3, "kda"), (12, "mamba2")])

@@ -49,7 +49,8 @@ def random_mask(draw: random.Random) -> cp.Mask:
 
     if draw.random() < 0.3:
         ends = sorted({*draw.sample(range(1, LENGTH), draw.randrange(1, 6)), LENGTH})
-        return cp.Documents(tuple(ends), inner())
+        parents = [draw.randrange(-1, number) for number in range(len(ends))]
+        return cp.Documents(draw.choice([ends, cp.Tree(ends, parents)]), inner())
     if draw.random() < 0.1:  # a prefix that all later tokens see, and that sees itself both ways
         prefix = draw.randrange(1, 40)
         return cp.MaskFunction(lambda q, k: (k < prefix) | (k <= q), cp.Full())

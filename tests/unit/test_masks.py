@@ -68,6 +68,8 @@ def masks(draw):
         st.builds(cp.StridedBlocks, st.integers(1, 6)),
         st.builds(cp.BlockList, st.lists(row, min_size=blocks, max_size=blocks).map(tuple)),
     )
+    parents = [draw(st.integers(-1, number - 1)) for number in range(len(ends))]
+    ends = draw(st.sampled_from((ends, cp.Tree(ends, parents))))
     documents = st.builds(cp.Documents, st.just(ends), plain)
     sparse = st.builds(block_sparse, pattern, st.one_of(plain, documents))
     function = st.builds(cp.MaskFunction, st.just(lambda q, k: (q + k) % 3 == 0), st.one_of(plain, documents, sparse))

@@ -21,6 +21,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
 from megatron.context_parallel.layout.masks import Causal, Documents, Full, MaskFunction, Window
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile, Tiles, tiles
+from megatron.context_parallel.layout.tree import Tree
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions.block_sizes import INTERPRETED, Blocks
 from megatron.simulator.machines.machine_file import load
@@ -41,6 +42,7 @@ MASKS = {
     "two-sided": Window(20, 11, global_tokens=3),
     "narrow": Window(5, 2),
     "documents": Documents((13, 40, 41, 90)),
+    "tree": Documents(Tree((13, 40, 41, 60, 90), (-1, 0, 0, 2, 2))),
     "function": MaskFunction(some_pairs, Causal()),
 }
 CAP = {"softcap": 2.0}

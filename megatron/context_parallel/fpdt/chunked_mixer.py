@@ -29,7 +29,13 @@ from megatron.context_parallel.linear_attention.fla_kernels import FlaSpans
 from megatron.context_parallel.linear_attention.mixer import StateRoute, route_of
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA, LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import Halo, convolve, indices
-from megatron.context_parallel.linear_attention.span_exchange import checked_ends, cut_at_forks, entry_states, exit_grads, rows_of
+from megatron.context_parallel.linear_attention.span_exchange import (
+    checked_ends,
+    cut_at_forks,
+    entry_states,
+    exit_grads,
+    rows_of,
+)
 from megatron.context_parallel.linear_attention.span_maps import (
     BlockSpans,
     add_reads,

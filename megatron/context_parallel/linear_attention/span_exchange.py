@@ -139,9 +139,7 @@ def span_order(layout: SequenceLayout, ends: Ends, by_heads: bool) -> SpanOrder:
         held = [layout.spans(ulysses=u, ring=r) for r in range(ring) for u in range(ulysses)]
     fresh, parents = begins(ends), forks(ends)
     lying = [
-        (span, rank, index)
-        for rank, spans in enumerate(held)
-        for index, span in enumerate(cut_at_forks(spans, ends))
+        (span, rank, index) for rank, spans in enumerate(held) for index, span in enumerate(cut_at_forks(spans, ends))
     ]
     lying.sort()
     ending = {span[1]: number for number, (span, _, _) in enumerate(lying)}
