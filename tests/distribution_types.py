@@ -90,6 +90,7 @@ COLLECTIVES = {
     "context_parallel.linear_attention.span_exchange._gathered": "_LinearAttention, _Chunked",
     "context_parallel.linear_attention.span_exchange._message": "_LinearAttention, _Chunked",
     "context_parallel.linear_attention.span_exchange._relayed": "_LinearAttention, _Chunked",
+    "context_parallel.linear_attention.span_exchange._relayed_back": "_LinearAttention, _Chunked",
     "training.loss.PairObjective.sums": "a rank's gradient is that of its own tokens; test_preferences.py compares all",
     "training.loss.sum_of_reports": CHECKED,
     "training.model.fsdp.FullySharded.finish_grad_sync": REDUCES,

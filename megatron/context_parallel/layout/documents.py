@@ -55,7 +55,7 @@ def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """A document or a segment of a tree; ``origin`` is the position at which a causal query would see no earlier key."""
+    """A document or a segment of a tree; ``origin``: its path's first token, as if the path lay right before it."""
 
     start: int
     stop: int
