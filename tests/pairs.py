@@ -7,7 +7,7 @@ The matrix of cases stays complete. ``by_pairs`` marks cases without a new pair 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from itertools import combinations
 from typing import Any
 
@@ -56,11 +56,6 @@ def settings(flags: str) -> frozenset[str]:
         elif name not in AMOUNTS and name not in PLAIN and word not in PLAIN:
             result.add(word)
     return frozenset(result)
-
-
-def acting(flags: str) -> frozenset[str]:
-    """The settings that split or send something; how a layer is recomputed, for example, is left to other tests."""
-    return frozenset(one for one in settings(flags) if one.startswith((*AXES, "--expert", "--moe", "--l")))
 
 
 def pairs(levels: Set[Hashable]) -> set[frozenset[Hashable]]:
@@ -114,30 +109,7 @@ def also_in_full(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.full) for case in every]
 
 
-def seconds(world: int, model: str, grid: str) -> float:
-    """Rough relative time of a run of 64 tokens on few cores, where messages and calls count, and not their sizes."""
-    flags = f"{model} {grid}"
-
-    def last(name: str, default: int) -> int:
-        return int(flags.rpartition(f"{name} ")[2].split()[0]) if name in flags else default
-
-    sharded = 2.0 if "--zero-stage 2" in flags or "--zero-stage 3" in flags else 1.0
-    chunks = 48 / last("--fpdt-chunk-size", 64) if "--fpdt-chunk-size" in flags else 0.0
-    return 2.0 + world * sharded * (1 + chunks) * last("--num-layers", 4) / 4
-
-
-def grid_pairs(
-    cases: Sequence[tuple[int, str, str]], quick: Collection[tuple[int, str, str]] = (), *, once: bool = False
-) -> list[Any]:
-    """Apply :func:`by_pairs` to cases of (processes, model flags, grid flags); those in ``quick`` run with --quick too.
-
-    ``once``: the chosen cases contain each setting, not each pair; other tests cover the pairs.
-    """
+def quick_too(cases: Sequence[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:
+    """``cases`` for ``pytest.mark.parametrize``; those in ``quick`` run with --quick too."""
     assert set(quick) <= set(cases), "no such case"
-
-    def held(_: int, model: str, grid: str) -> Set[Hashable]:
-        result = settings(f"{model} {grid}")
-        return result if once else pairs(result)
-
-    result = by_pairs(cases, held, seconds)
-    return [pytest.param(*one.values, marks=pytest.mark.quick) if one.values in quick else one for one in result]
+    return [pytest.param(*case, marks=pytest.mark.quick) if case in quick else case for case in cases]

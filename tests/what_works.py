@@ -6,7 +6,17 @@ python -m tests.what_works    prints it
 
 from __future__ import annotations
 
-from tests.distributed import test_dropout, test_experts, test_fpdt, test_later_tokens, test_rope, test_training
+from tests.distributed import (
+    test_drawn_grids,
+    test_dropout,
+    test_experts,
+    test_fpdt,
+    test_later_tokens,
+    test_rope,
+    test_training,
+)
+
+FILES = (test_training, test_fpdt, test_dropout, test_rope, test_experts, test_later_tokens)
 
 # Heading: words; a case counts if its command line has at least one of them. An axis of size 1 does not count.
 SETTINGS = {
@@ -29,12 +39,10 @@ SETTINGS = {
 
 def commands() -> list[str]:
     """Flags of all cases that compare losses and all gradients with one process, in the full run of the tests."""
-    triples = test_training.LLAMA_CASES + test_training.GPT_CASES + test_fpdt.LLAMA_CASES + test_fpdt.GPT_CASES
-    triples += test_dropout.LLAMA_CASES + test_dropout.GPT_CASES + test_rope.CASES
-    triples += test_experts.CASES + test_later_tokens.CASES
-    masked = test_training.cases(test_training.LLAMA)
-    triples += [(world, f"{test_training.GQA} {mask}", grid) for world, mask, grid in masked]
-    triples += test_training.cases(test_training.LEARNED)
+    lists = ("LLAMA_CASES", "GPT_CASES", "CASES")
+    triples = [case for module in FILES for name in lists for case in getattr(module, name, ())]
+    triples += [(world, f"{test_training.GQA} {mask}", grid) for world, mask, grid in test_training.LLAMA]
+    triples += [*test_training.LEARNED, *test_drawn_grids.cases()]
     return [f"{model} {grid} ".replace("-size 1 ", " ") for _, model, grid in triples]
 
 

@@ -20,9 +20,21 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.training.refusal import Refusal
 from megatron.training.setup import VARIABLES, make_deterministic
-from tests.distributed.test_fpdt import DEVICE, FULL, HOST, STREAM, fpdt
-from tests.distributed.test_training import GQA, SP, T2, ZERO1, ZERO3, cp
-from tests.distributed.training_runs import make_job, run_training, train_job
+from tests.distributed.test_training import GQA, cp
+from tests.distributed.training_runs import (
+    DEVICE,
+    FULL,
+    HOST,
+    SP,
+    STREAM,
+    T2,
+    ZERO1,
+    ZERO3,
+    fpdt,
+    make_job,
+    run_training,
+    train_job,
+)
 from tests.pairs import also_in_full
 
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 5000 --micro-batch-size 1"
@@ -83,7 +95,7 @@ def begun(flags: str) -> tuple[list[tuple], list[bool]]:
             (2, f"{ZERO1} --overlap-param-gather {fpdt(13, STREAM, FULL)}"),
             (4, f"{cp(2, 1)} {fpdt(16, HOST)}"),
             (4, f"{cp(1, 2)} {ZERO1} {fpdt(16, DEVICE, FULL)}"),
-            (8, f"{T2} {SP} {cp(2, 1)} {ZERO1} {fpdt(16, STREAM)} --global-batch-size 2"),
+            (8, f"{SP} {cp(2, 1)} {ZERO1} {fpdt(16, STREAM)} --global-batch-size 2"),
             (8, f"{cp(2, 2)} {ZERO1} {fpdt(16, STREAM)} --global-batch-size 2"),
         ),
     ],
@@ -174,7 +186,7 @@ def run_and_look(flags: str, llama: bool) -> tuple:
     "world, llama, flags",
     [
         (2, True, f"{GQA} {DROPOUT} {cp(2, 1)}"),
-        (2, True, f"{GQA} --bf16 {T2} {SP} --loss-chunks 3"),
+        (2, True, f"{GQA} --bf16 {SP} --loss-chunks 3"),
         *also_in_full(
             (4, True, f"{GQA} {DROPOUT} {cp(2, 2)}"),
             (2, False, f"{DROPOUT} {cp(1, 2)} {ZERO1} --fpdt --fpdt-chunk-size 13"),

@@ -5,102 +5,48 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.test_training import (
+from tests.distributed.test_training import GPT, GQA, MHA, MQA, check, cp
+from tests.distributed.training_runs import (
+    DEVICE,
     FULL,
-    GPT,
-    GQA,
-    MHA,
-    MQA,
+    HOST,
     P2,
     SP,
+    STREAM,
     T2,
     V2,
-    WHOLE,
     ZERO1,
-    check,
-    cp,
-)
-from tests.distributed.training_runs import run_training, run_training_with_fused_sums, schedules_that_differ
-from tests.pairs import also_in_full, grid_pairs
+    fpdt,
+    run_training,
+    run_training_with_fused_sums,
+    schedules_that_differ,
+)  # fmt: skip
+from tests.pairs import also_in_full, quick_too
 
 TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
-DEVICE = "--no-fpdt-offload"
-STREAM = "--fpdt-stream-hidden"
-HOST = "--offload-checkpoints"
 FP16 = "--fp16 --initial-loss-scale 1024"
 
 
-def fpdt(chunk: int, *others: str) -> str:
-    """Chunks of at most this many of the 64 tokens."""
-    return " ".join(("--fpdt --fpdt-chunk-size", str(chunk), *others))
-
-
 LLAMA_CASES = [
-    # chunk counts 1, 2, 3, 5, 8 on one process, with and without offload and recompute
-    (1, GQA, fpdt(64)),
-    (1, MHA, fpdt(32)),
-    (1, MQA, fpdt(22, DEVICE)),
-    (1, GQA, fpdt(13, FULL)),
-    (1, MHA, fpdt(13, HOST)),
-    (1, GQA, fpdt(8, FULL, HOST)),
-    (1, MHA, fpdt(8, DEVICE, FULL)),
-    (1, GQA, fpdt(8, STREAM)),
-    (1, MHA, fpdt(22, STREAM, FULL)),
     (1, f"{GQA} --qk-layernorm", fpdt(16, "--micro-batch-size 4 --loss-chunks 7 --ffn-chunks 3")),
     (1, f"{GQA} --eod-mask-loss", fpdt(16, "--micro-batch-size 1", STREAM)),
-    (1, GQA, f"{TWO} {HOST}"),
-    (1, GQA, "--ffn-chunks 5"),
-    # Ulysses, Ring and both
-    (2, GQA, f"{cp(2, 1)} {fpdt(32)}"),
-    (2, MQA, f"{cp(2, 1)} {fpdt(13, FULL, HOST)}"),
-    (2, MHA, f"{cp(2, 1)} {fpdt(8, DEVICE)}"),
     (2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}"),
-    (2, GQA, f"{cp(1, 2)} {fpdt(64)}"),
-    (2, MHA, f"{cp(1, 2)} {fpdt(22)}"),
-    (2, GQA, f"{cp(1, 2)} {fpdt(13, DEVICE, FULL)}"),
     (2, MQA, f"{cp(1, 2, 'contiguous')} {fpdt(32, FULL)}"),
-    (2, GQA, f"{cp(1, 2)} {fpdt(8, STREAM)}"),
-    (4, GQA, f"{cp(2, 2)} {fpdt(32, FULL, HOST)}"),
-    (4, MQA, f"{cp(4, 1)} {fpdt(22)} {WHOLE}"),
-    (4, MHA, f"{cp(1, 4)} {fpdt(16, STREAM)} {WHOLE}"),
-    # TP, PP, DP
-    (2, GQA, f"{T2} {SP} {fpdt(22)}"),
-    (2, GQA, f"{T2} {fpdt(32, STREAM)}"),
-    (2, GQA, f"{P2} {fpdt(13, FULL, HOST)}"),
-    (2, GQA, f"{ZERO1} --overlap-grad-reduce --overlap-param-gather --micro-batch-size 1 {fpdt(22)}"),
-    (2, GQA, f"{T2} {SP} --ffn-chunks 3 --loss-chunks 3"),
-    (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, FULL)}"),
-    (4, GQA, f"{T2} {SP} {cp(2, 1)} {fpdt(32, STREAM)} {ZERO1} {WHOLE}"),
-    (4, MHA, f"{T2} {SP} {cp(1, 2)} {fpdt(22)} {WHOLE}"),
-    (4, GQA, f"{P2} {cp(2, 1)} {fpdt(13)}"),
+    (2, GQA, f"{SP} --ffn-chunks 3 --loss-chunks 3"),
     (4, GQA, f"{P2} {V2} {cp(1, 2)} {fpdt(32, DEVICE)}"),
     (4, GQA, f"{cp(2, 1)} {ZERO1} {fpdt(32, HOST)} --overlap-grad-reduce"),
-    # ZeRO 2 and 3
     (2, GQA, f"--zero-stage 2 {fpdt(22)}"),
-    (2, GQA, f"--zero-stage 3 --micro-batch-size 1 {fpdt(13, FULL, HOST)}"),
-    (2, GQA, f"--zero-stage 3 {cp(2, 1)} {fpdt(22, STREAM)}"),
     (
         2,
         MHA,
         f"--zero-stage 3 {cp(1, 2)} {fpdt(32)} --recompute-granularity full --recompute-method block "
         "--recompute-num-layers 1",
     ),
-    (4, GQA, f"--zero-stage 3 {T2} {SP} {cp(2, 1)} {fpdt(22, STREAM, FULL)}"),
-    (2, GQA, f"--zero-stage 3 {cp(2, 1)} {fpdt(16, HOST)} {TWO}"),
-    (2, GQA, "--zero-stage 3 --ffn-chunks 3 --loss-chunks 3"),
-    (8, GQA, f"{T2} {SP} {cp(2, 2)} {fpdt(16, FULL, HOST)} {ZERO1} {WHOLE}"),
-    (8, MQA, f"{P2} {T2} {SP} {cp(2, 1)} {fpdt(22)}"),
 ]
 GPT_CASES = [
-    (1, MHA, fpdt(13)),
     (1, MHA, fpdt(22, STREAM, FULL)),
-    (1, MHA, fpdt(22, "--attention-mask full")),
     (2, MHA, f"{cp(2, 1)} {fpdt(13, DEVICE, '--attention-mask full')}"),
     (2, GQA, f"{cp(1, 2)} {fpdt(32, FULL, HOST, '--attention-mask full')}"),
-    (2, MHA, f"--zero-stage 3 {cp(2, 1)} {fpdt(13, STREAM)}"),
-    (4, MHA, f"{T2} {SP} {cp(2, 1)} {fpdt(22, STREAM)} {WHOLE}"),
-    (4, MHA, f"{P2} {cp(2, 1)} {fpdt(22, FULL)}"),
-    (4, MHA, f"{cp(2, 2)} {fpdt(22)} {WHOLE}"),
 ]
 
 
@@ -113,15 +59,13 @@ def steps(world: int, grid: str, long_runs: bool) -> int:
     return 20 if world == 1 or (few_messages and few_chunks) else 5
 
 
-@pytest.mark.parametrize(
-    "world, model, grid", grid_pairs(LLAMA_CASES, [(2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")], once=True)
-)
+@pytest.mark.parametrize("world, model, grid", quick_too(LLAMA_CASES, (2, GQA, f"{cp(2, 1)} {fpdt(22, STREAM)}")))
 @pytest.mark.usual(0, 4, 7)
 def test_llama_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, model, grid, llama=True, steps=steps(world, grid, long_runs))
 
 
-@pytest.mark.parametrize("world, model, grid", [*grid_pairs(GPT_CASES[:-4], once=True), *also_in_full(*GPT_CASES[-4:])])
+@pytest.mark.parametrize("world, model, grid", GPT_CASES)
 @pytest.mark.usual(0)
 def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, model, grid):
     check(pool, on_one_process, world, f"{GPT} {model}", grid, llama=False, steps=steps(world, grid, long_runs))
@@ -131,8 +75,8 @@ def test_gpt_in_chunks_is_the_plain_run(pool, on_one_process, long_runs, world, 
     "world, grid",
     [
         (1, fpdt(22, STREAM)),
-        *also_in_full((2, f"{T2} {SP} {fpdt(22, FULL)}"), (1, "--ffn-chunks 3")),
-        *also_in_full((2, f"{T2} {SP} --zero-stage 1"), (2, "--pipeline-model-parallel-size 2 --zero-stage 1")),
+        *also_in_full((2, f"{SP} {fpdt(22, FULL)}"), (1, "--ffn-chunks 3")),
+        *also_in_full((2, f"{SP} --zero-stage 1"), (2, "--pipeline-model-parallel-size 2 --zero-stage 1")),
     ],
 )
 def test_layers_that_add_to_the_buffers_themselves(pool, on_one_process, world, grid):

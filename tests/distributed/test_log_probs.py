@@ -18,9 +18,8 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, parallelize
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from tests.distributed import test_experts, test_gated_delta_net, test_latent_attention, test_mamba2
-from tests.distributed.test_fpdt import fpdt
 from tests.distributed.test_training import cp as over
-from tests.distributed.training_runs import compare_gradients, make_job, train_job
+from tests.distributed.training_runs import compare_gradients, fpdt, make_job, train_job
 from tests.errors import worst
 from tests.families import LIMIT, ROUNDINGS, small_model
 from tests.hugging_face import LENGTH, Outcome, averaged, errors, take_grads, whole_batch

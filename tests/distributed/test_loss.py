@@ -18,9 +18,8 @@ from megatron.context_parallel.fpdt.chunked_ffn import even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.training.loss import sum_of_losses, sum_of_reports
 from tests.distributed.test_checkpoint import resume, train_and_save
-from tests.distributed.test_fpdt import STREAM, fpdt
-from tests.distributed.test_training import P2, SP, T2, ZERO1, check, cp
-from tests.distributed.training_runs import run_training
+from tests.distributed.test_training import check, cp
+from tests.distributed.training_runs import P2, SP, STREAM, T2, ZERO1, fpdt, run_training
 from tests.errors import worst
 from tests.pairs import also_in_full
 
@@ -175,14 +174,14 @@ UNTIED = "--untie-embeddings-and-output-weights"
 @pytest.mark.parametrize(
     "world, model, grid",
     [
-        (4, BLOOM, f"{T2} {SP} {cp(2, 1)} {ZERO1}"),
-        (2, LEARNED, f"{T2} {SP}"),  # words are not scattered before the norm
-        (2, BLOOM, f"{T2} {SP} {fpdt(22, STREAM)}"),
+        (4, BLOOM, f"{SP} {cp(2, 1)} {ZERO1}"),
+        (2, LEARNED, SP),  # words are not scattered before the norm
+        (2, BLOOM, f"{SP} {fpdt(22, STREAM)}"),
         *also_in_full(
             (4, BLOOM, f"{P2} {cp(1, 2)}"),
             (2, f"{BLOOM} {UNTIED}", "--zero-stage 3 --micro-batch-size 1"),
             (2, LEARNED, T2),
-            (4, LEARNED, f"{T2} {SP} {cp(1, 2)} --partition-position-embedding"),
+            (4, LEARNED, f"{SP} {cp(1, 2)} --partition-position-embedding"),
             (2, BLOOM, "--zero-stage 2 --micro-batch-size 1"),
             (2, f"{BLOOM} {UNTIED}", f"{P2} --recompute-granularity full --recompute-method uniform "
              "--recompute-num-layers 1"),
@@ -197,7 +196,7 @@ def test_losses_and_gradients(pool, on_one_process, world, model, grid):
 def test_saved_and_loaded_on_another_grid(pool, tmp_path):
     flags = f"{SMALL} --embed-layernorm --micro-batch-size 1"
     _, after = pool.run(train_and_save, 2, f"{flags} --zero-stage 3", str(tmp_path), 1, 2, timeout=120)[0]
-    first, resumed = pool.run(resume, 2, f"{flags} {T2} {SP} {ZERO1}", str(tmp_path), 2, timeout=120)[0]
+    first, resumed = pool.run(resume, 2, f"{flags} {SP} {ZERO1}", str(tmp_path), 2, timeout=120)[0]
     assert first == 1 and resumed == pytest.approx(after, rel=1e-5)
 
 

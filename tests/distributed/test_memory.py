@@ -14,9 +14,22 @@ from benchmarks.memory import MODES, measure
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.validate.host_memory import check_host_memory, host_bytes
 from megatron.training.refusal import Refusal
-from tests.distributed.test_fpdt import DEVICE, HOST, STREAM, TWO, fpdt
-from tests.distributed.test_training import FULL, GQA, MHA, P2, SP, T2, cp
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.distributed.test_fpdt import TWO
+from tests.distributed.test_training import GQA, MHA, cp
+from tests.distributed.training_runs import (
+    DEVICE,
+    FULL,
+    HOST,
+    LLAMA,
+    P2,
+    RUN,
+    SHAPE,
+    SP,
+    STREAM,
+    fpdt,
+    make_job,
+    train_job,
+)
 from tests.pairs import by_pairs, settings
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3"
@@ -47,7 +60,7 @@ CASES = [
     (1, f"{GQA} {EXPERTS} {fpdt(16, STREAM)} --recompute-granularity full --recompute-num-layers 2"),
     (2, f"{GQA} {cp(2, 1)} {fpdt(16, FULL, HOST)}"),
     (2, f"{GQA} {cp(1, 2)} {fpdt(16)}"),
-    (2, f"{GQA} {T2} {SP} {fpdt(16, HOST)}"),
+    (2, f"{GQA} {SP} {fpdt(16, HOST)}"),
     (2, f"{GQA} {P2} --micro-batch-size 1 {fpdt(16, HOST)}"),
 ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the real training program on a worker of the pool, and return its losses and gradients."""
+"""Run the real training program on a worker of the pool, and return its losses and gradients; flags of grids."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,29 @@ RUN = (
     "--micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3 --lr-decay-style cosine --clip-grad 1.0 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 301 --eval-iters 0 --num-workers 0 --device cpu"
 )
+
+T2, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+U2, R2, P2 = (f"--{axis}-parallel-size 2" for axis in ("ulysses", "ring", "pipeline-model"))
+V2 = "--num-virtual-stages-per-pipeline-rank 2"
+ZERO1, ZERO2, ZERO3 = (f"--zero-stage {stage}" for stage in (1, 2, 3))
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+A2A = "--moe-token-dispatcher-type alltoall"
+DEVICE, HOST, STREAM = "--no-fpdt-offload", "--offload-checkpoints", "--fpdt-stream-hidden"
+
+
+def cp(ulysses: int, ring: int, balance: str = "") -> str:
+    balance = f" --context-parallel-balance {balance}" if balance else ""
+    return f"--ulysses-parallel-size {ulysses} --ring-parallel-size {ring}{balance}"
+
+
+def fpdt(chunk: int, *others: str) -> str:
+    """Chunks of at most this many of the 64 tokens."""
+    return " ".join(("--fpdt --fpdt-chunk-size", str(chunk), *others))
+
+
+def ep(size: int) -> str:
+    return f"--expert-model-parallel-size {size}"
 
 
 def make_job(flags: str, llama: bool = True, offload: Any = None) -> Any:
@@ -96,6 +120,66 @@ def compare_gradients(
             error = float((grad - whole).abs().max() / whole.abs().max().clamp(min=smallest))
             assert error < tolerance, f"gradient of {name} on rank {rank}: {error:.1e} of its largest entry"
     assert set().union(*by_rank) == set(expected), "gradients of other parameters"
+
+
+def compare_runs(results: Sequence[tuple], expected: tuple, tolerance: float = 1e-5) -> None:
+    """Assert that (losses, gradient norms, gradients) of each rank are the expected ones."""
+    for rank, (losses, norms, _) in enumerate(results):
+        assert losses == pytest.approx(expected[0], rel=tolerance), f"losses of rank {rank}"
+        assert norms == pytest.approx(expected[1], rel=10 * tolerance), f"gradient norms of rank {rank}"
+    compare_gradients([grads for *_, grads in results], expected[2], tolerance, smallest=1e-12)
+
+
+def wrong_by(wrong: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], name: str) -> float:
+    """The largest error of a gradient, relative to its largest entry."""
+    return float((wrong[name] - right[name]).abs().max() / right[name].abs().max())
+
+
+def layer_in_fp64(flags: str, mistake: Any = None) -> dict[str, torch.Tensor]:
+    """Output and gradients (input and weights) of the first layer's attention or mixer, complete on each rank."""
+    from megatron.certifying.programs.whole_gradients import gather_over_tensor_parallel
+    from megatron.training.arguments.parser import parse
+    from megatron.training.model.build import build_model
+    from megatron.training.model.weights import sections
+    from megatron.training.setup import start
+
+    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())
+    runtime = start(config)
+    grid, layout = runtime.grid, runtime.layout
+    (chunk,) = build_model(config, grid, layout, 301, runtime.device)
+    layer = chunk.decoder.layers[0].self_attention.double()
+    if hasattr(layer, "A_log"):
+        layer.A_log.data -= 4  # states that last
+    torch.manual_seed(7)
+    whole = torch.randn(2, layout.seq_length, 2, 64, dtype=torch.float64)
+    tensor, split = grid.tensor, config.parallel.sequence_parallel
+    mine = layout.shard(whole, 1)
+    mine = mine.chunk(tensor.size, 1)[tensor.rank] if split else mine
+    x, dout = mine[0].clone().requires_grad_(), mine[1]
+    undo = mistake(None) if mistake is not None else None
+    out, _ = layer(x, None)
+    (out * dout).sum().backward()
+    if undo is not None:
+        undo()
+
+    def all_tokens(part: torch.Tensor) -> torch.Tensor:
+        if split:
+            parts = [torch.empty_like(part) for _ in range(tensor.size)]
+            dist.all_gather(parts, part.contiguous(), group=tensor.group)
+            part = torch.cat(parts)
+        return layout.gather(part, 0)
+
+    result = {"out": all_tokens(out.detach()), "dx": all_tokens(x.grad)}
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad
+        if grid.context.size > 1:
+            dist.all_reduce(grad, group=grid.context.group)
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(grad, group=tensor.group)
+        if getattr(parameter, "tensor_model_parallel", False):
+            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, sections(parameter), tensor)
+        result[name] = grad
+    return result
 
 
 def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:

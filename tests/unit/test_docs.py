@@ -132,6 +132,7 @@ def test_the_table_of_libraries_is_that_of_its_file() -> None:
     assert matrix.named(known["versions"]) in text
 
 
+@pytest.mark.lab  # drawing the cases takes seconds
 def test_the_table_of_combinations_counts_the_tests() -> None:
     from tests import what_works
 

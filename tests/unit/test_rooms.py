@@ -19,7 +19,6 @@ import pytest
 
 from tests import pairs
 from tests.conftest import SLOW
-from tests.distributed import test_fpdt, test_training
 from tests.shared import Shared
 
 pytest_plugins = "pytester"
@@ -211,15 +210,6 @@ def test_few_cases_cover_every_pair() -> None:
     assert set().union(*(held[index] for index in kept)) == set().union(*held)
     assert 9 <= len(kept) <= 16  # of 81; nine are sufficient, but the choice is greedy
     assert kept == pairs.covering(held, [1.0] * len(cases))
-
-
-@pytest.mark.parametrize("cases", [test_training.LLAMA_CASES, test_fpdt.LLAMA_CASES], ids=["training", "fpdt"])
-def test_no_pair_of_settings_is_left_for_full_alone(cases: list[tuple[int, str, str]]) -> None:
-    def held(some: list[tuple]) -> set:
-        return set().union(*(pairs.pairs(pairs.settings(f"{model} {grid}")) for _, model, grid in some))
-
-    usual = [one.values for one in pairs.grid_pairs(cases) if not one.marks]
-    assert held(usual) == held(cases) and len(usual) < len(cases) / 2
 
 
 CASES = """
