@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 # PyTorch for GPUs contains Triton, which is kept. Tests need Triton without a GPU too: they interpret and compile
 # kernels, which need version 3.4.
 TRITON = ['triton>=3,<3.10; sys_platform == "linux"']
-TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", "spmd_types==0.3.1", *TRITON]
+TEST = ["pytest>=8", "pytest-cov>=5", "pytest-timeout", "pytest-xdist", "hypothesis", *TRITON]
 HUGGING_FACE = ["accelerate>=1", "peft>=0.18"]  # transformers.Trainer, LoRA
 PARQUET = ["pyarrow>=18,<27"]
 S3 = ["s3fs>=2024.6"]

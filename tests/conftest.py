@@ -38,7 +38,6 @@ SLOW = {  # files of tests/unit that --quick leaves out, except tests marked ``q
     "test_rope_kernel.py",
     "test_plot_run.py",
     "test_triton_compile.py",
-    "test_types.py",
 }
 
 

@@ -4,7 +4,7 @@
 #
 #   bash tests/run.sh --quick     most unit tests and a few grids: after every change
 #   bash tests/run.sh             every feature, combinations by pairs: before a pull request, and in CI
-#   bash tests/run.sh --lab       the laboratory (random inputs, faults, adversaries, types, mutants): once a day
+#   bash tests/run.sh --lab       the laboratory (random inputs, faults, adversaries, planted errors, mutants): once a day
 #   bash tests/run.sh --full      all of it, with complete matrices: before a release
 #
 # All other arguments are pytest's. Two processes share the tests, each with its own pool of workers; -n 0 runs all

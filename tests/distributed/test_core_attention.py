@@ -179,14 +179,11 @@ def test_tokens_of_packed_sequences_may_come_without_a_batch_dimension():
         ({}, {"packed_seq_params": {"cu_seqlens_kv": torch.tensor([0, 48])}}, "cu_seqlens_kv differs"),
         ({}, {"packed_seq_params": {"local_cp_size": 2}}, "local_cp_size"),
         ({"settings": {"separate": False}}, {"packed_seq_params": {}}, "separate"),
-        (
-            {"attn_mask_type": "no_mask"},
-            {"packed_seq_params": {"cu_seqlens_q_padded": torch.tensor(PADDED)}},
-            "needs a causal mask",
-        ),
+        ({"attn_mask_type": "no_mask"}, {"packed_seq_params": {"cu_seqlens_q_padded": torch.tensor(PADDED)}},
+         "needs a causal mask"),
         ({}, {"packed_seq_params": {}, "attention_mask": torch.tensor([[20, 48]])}, "different documents"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_computed_is_refused_by_name(of_layer, of_call, words):
     q, k, v, _ = inputs()
     of_layer, of_call = dict(of_layer), dict(of_call)

@@ -144,7 +144,9 @@ def test_a_drawn_grid_computes_what_one_process_computes(pool, shared, on_one_pr
     run = module.run if module else adapters.tune
     compare = getattr(module, "compare", compare_runs) if module else compare_adapted
     alone = shared(("drawn", kind, model), lambda: pool.run(run, 1, model, timeout=120)[0])
-    compare(pool.run(run, world, f"{model} {grid}", timeout=180), alone)
+    results = pool.run(run, world, f"{model} {grid}", timeout=180)
+    # Gradients of A_log and dt_bias are sums over all tokens in fp32: the largest error measured is 1.6e-5.
+    compare(results, alone, 3e-5) if module is states else compare(results, alone)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from tests.distributed.training_runs import (
     fpdt,
     make_job,
     train_job,
-    wrong_by,
 )  # fmt: skip
 
 EXPERTS = "--num-layers 2 --num-experts 8 --moe-ffn-hidden-size 48"
@@ -156,26 +155,6 @@ def chunk_by_chunk(router: Any) -> None:
     """A mistake: each chunk has its own statistics."""
     route = router.forward
     router.forward = lambda x, places=None, statistics=None: route(x)
-
-
-def test_statistics_of_each_chunk_are_noticed(pool, reference):
-    model = f"{EXPERTS} --moe-aux-loss-coeff 0.02"
-    right, name = reference(model), "decoder.layers.0.mlp.router.weight"
-    (wrong,) = pool.run(run, 1, f"{model} {fpdt(16)}", 1, chunk_by_chunk, timeout=120)
-    assert wrong_by(wrong["grads"], right["grads"], name) > 1e-3
-    with pytest.raises(AssertionError):
-        compare([wrong], right)
-
-
-@pytest.mark.parametrize("mistake", [alone, as_core_does, all_tokens])
-@pytest.mark.usual(0)
-def test_a_mistake_in_the_statistics_is_noticed(pool, reference, mistake):
-    """The router's gradient is wrong by far more than the tolerance."""
-    wrong = pool.run(run, 2, f"{MIXTRAL} {cp(1, 2)}", 1, mistake, timeout=120)
-    right = reference(MIXTRAL)
-    assert wrong_by(wrong[0]["grads"], right["grads"], "decoder.layers.0.mlp.router.weight") > 1e-3
-    with pytest.raises(AssertionError):
-        compare(wrong, right)
 
 
 def other_logits_in_the_second_pass(router: Any) -> None:

@@ -252,10 +252,8 @@ def read(flags: str, world_size: int = 4) -> Config:
     "flags, expected",
     [
         ("--lora-rank 4 --lora-targets linear_fc1", "use --lora-targets linear_qkv linear_proj"),
-        (
-            "--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
-            "--partition-position-embedding",
-        ),
+        ("--max-position-embeddings 64 --position-embedding-type learned_absolute --partition-position-embedding",
+         "--partition-position-embedding"),
         ("--dry-run --dry-run-expert-imbalance 2", "needs ranks with different experts"),
         ("--dry-run --expert-model-parallel-size 2 --dry-run-expert-imbalance 2.5", "give a factor from 1 to 2"),
         ("--dry-run-expert-imbalance 2", "does nothing without --dry-run"),
@@ -264,10 +262,8 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--expert-model-parallel-size 3", "does not divide --num-experts 8"),
         ("--expert-model-parallel-size 8", "does not divide the 4 ranks"),
         ("--moe-ffn-hidden-size 33 --tensor-model-parallel-size 2 --sequence-parallel", "--moe-ffn-hidden-size 33"),
-        (
-            "--moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel",
-            "--moe-shared-expert-intermediate-size 33",
-        ),
+        ("--moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2 --sequence-parallel",
+         "--moe-shared-expert-intermediate-size 33"),
         ("--moe-router-topk 9", "--moe-router-topk 9"),
         ("--moe-router-topk 1", "add --moe-router-pre-softmax"),
         ("--moe-router-enable-expert-bias", "add --moe-router-score-function sigmoid"),
@@ -276,17 +272,13 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--moe-router-num-groups 4 --moe-router-group-topk 3", "--moe-router-topk 2"),
         ("--moe-router-topk 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "--moe-router-topk 6"),
         ("--moe-router-load-balancing-type global_aux_loss", "use aux_loss or seq_aux_loss"),
-        (
-            "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
-            "sinkhorn cannot be combined with a coeff",
-        ),
+        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
+         "sinkhorn cannot be combined with a coeff"),
         ("--moe-router-load-balancing-type sinkhorn aux_loss --moe-aux-loss-coeff 0 0", "or another loss"),
         ("--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax", "--moe-router-pre-softmax"),
         ("--moe-router-load-balancing-type sinkhorn --moe-expert-capacity-factor 1", "--moe-expert-capacity-factor"),
-        (
-            "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
-            "--moe-router-score-function sigmoid",
-        ),
+        ("--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
+         "--moe-router-score-function sigmoid"),
         ("--moe-router-load-balancing-type other", "choose from aux_loss, seq_aux_loss, none"),
         ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1", "--moe-aux-loss-coeff 1"),
         ("--moe-router-load-balancing-type none aux_loss --moe-aux-loss-coeff 0 1", "none cannot be combined with"),
@@ -307,7 +299,7 @@ def read(flags: str, world_size: int = 4) -> Config:
         ("--n-shared-experts 2", "use --moe-shared-expert-intermediate-size"),
         ("--moe-model-type deepspeed_moe", "only Megatron-LM's mixtures of experts"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: str):
     with pytest.raises(Refusal) as caught:
         read(f"--num-experts 8 {flags}")
@@ -317,30 +309,18 @@ def test_settings_that_experts_do_not_support_are_refused(flags: str, expected: 
 @pytest.mark.parametrize(
     "flags, note, same",
     [
-        (
-            "--moe-token-dispatcher-type flex --moe-enable-deepep",
-            "sent as with alltoall",
-            "--moe-token-dispatcher-type alltoall",
-        ),
+        ("--moe-token-dispatcher-type flex --moe-enable-deepep", "sent as with alltoall",
+         "--moe-token-dispatcher-type alltoall"),
         ("--moe-token-dispatcher-type alltoall_seq", "sent as with alltoall", "--moe-token-dispatcher-type alltoall"),
-        (
-            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
-            "no effect here: --moe-router-pre-softmax",
-            "--moe-router-score-function sigmoid",
-        ),
-        (
-            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-            "no effect here: --moe-aux-loss-coeff",
-            "--moe-router-load-balancing-type none",
-        ),
+        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", "no effect here: --moe-router-pre-softmax",
+         "--moe-router-score-function sigmoid"),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", "no effect here: --moe-aux-loss-coeff",
+         "--moe-router-load-balancing-type none"),
         ("--norm-topk-prob --moe-permutation-async-comm", "no effect here: --norm-topk-prob", "--moe-layer-freq -1"),
-        (
-            "--multi-latent-attention --rotary-scaling-factor 1 --mscale-all-dim 1.5",
-            "no effect here: the settings of YaRN",
-            "--multi-latent-attention --rotary-scaling-factor 1",
-        ),
+        ("--multi-latent-attention --rotary-scaling-factor 1 --mscale-all-dim 1.5",
+         "no effect here: the settings of YaRN", "--multi-latent-attention --rotary-scaling-factor 1"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_megatron_lm_does_not_read_have_a_note(flags: str, note: str, same: str):
     config, other = read(f"--num-experts 8 {flags}"), read(f"--num-experts 8 {same}")
     assert any(note in line for line in config.notes) and not any(note in line for line in other.notes)

@@ -61,7 +61,7 @@ def test_a_plan_needs_no_torch(words: str) -> None:
 
 
 EXTRAS = """
-    triton transformer_engine flash_attn pyarrow s3fs ray accelerate peft pytest hypothesis spmd_types datasets
+    triton transformer_engine flash_attn pyarrow s3fs ray accelerate peft pytest hypothesis datasets
     deepspeed trl moto mkdocs
 """.split()
 WITHOUT_EXTRAS = """

@@ -192,27 +192,21 @@ def test_what_is_refused(flags, words):
         ("--softmax-scale 0", "--softmax-scale 0 must be above 0"),
         ("--attn-logit-softcapping -1", "--attn-logit-softcapping -1 must be above 0"),
         ("--final-logit-softcapping 0", "--final-logit-softcapping 0 must be above 0"),
-        (
-            "--attention-output-gate --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
-            "--attention-output-gate with --tensor-model-parallel-size 2 and --num-query-groups 1 is not supported",
-        ),
+        ("--attention-output-gate --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+         "--attention-output-gate with --tensor-model-parallel-size 2 and --num-query-groups 1 is not supported"),
         ("--reordered-norm --sandwich-norm", "--reordered-norm with --sandwich-norm is not supported"),
         (f"{WIDE} --qk-layernorm", "--qk-layernorm-all-heads with --qk-layernorm is not supported"),
         ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads with --normalization LayerNorm is not supported"),
         (f"{WIDE} --fp8-format hybrid", "--qk-layernorm-all-heads with --fp8-format is not supported"),
-        (
-            f"{WIDE} --multi-latent-attention {ROPE}",
-            "--qk-layernorm-all-heads with --multi-latent-attention is not supported",
-        ),
-        (
-            f"{WIDE} --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
-            "TP ranks would share some of the 1 key/value heads: use TP 1",
-        ),
+        (f"{WIDE} --multi-latent-attention {ROPE}",
+         "--qk-layernorm-all-heads with --multi-latent-attention is not supported"),
+        (f"{WIDE} --group-query-attention --num-query-groups 1 --tensor-model-parallel-size 2",
+         "TP ranks would share some of the 1 key/value heads: use TP 1"),
         ("--parallel-residual --fpdt", "--parallel-residual with --fpdt is not supported"),
         ("--parallel-residual --ffn-chunks 2", "--parallel-residual with --ffn-chunks is not supported"),
         ("--qk-l2-norm", "--qk-l2-norm: of norms of queries and keys, --qk-layernorm and"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused_inside_attention_and_mlp(flags, words):
     with pytest.raises(Refusal) as caught:
         build(flags, 2 if "tensor" in flags else 1)

@@ -37,14 +37,10 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{VARIANT} --linear-attention-freq [1,0]", "--linear-attention-freq with 2 layers does not fit"),
         (f"{GDN} --linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of"),
         (f"{GDN} --linear-num-key-heads 0", "--linear-num-key-heads"),
-        (
-            f"{GDN} --linear-num-key-heads 1 --tensor-model-parallel-size 2",
-            "--linear-num-key-heads 1 is not a multiple of --tensor-model-parallel-size 2",
-        ),
-        (
-            f"{GDN} --fpdt --fpdt-chunk-size 32 --sequence-parallel --tensor-model-parallel-size 2",
-            "with --sequence-parallel --fpdt is not supported",
-        ),
+        (f"{GDN} --linear-num-key-heads 1 --tensor-model-parallel-size 2",
+         "--linear-num-key-heads 1 is not a multiple of --tensor-model-parallel-size 2"),
+        (f"{GDN} --fpdt --fpdt-chunk-size 32 --sequence-parallel --tensor-model-parallel-size 2",
+         "with --sequence-parallel --fpdt is not supported"),
         (f"{GDN} --multi-latent-attention", "with --multi-latent-attention is not supported"),
         (f"{GDN} --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
         (f"{GDN} --fp8-format hybrid", "with --fp8-format is not supported"),
@@ -62,10 +58,8 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{HYBRID} M*M- --hybrid-attention-ratio 0.5", "does not have the numbers of layers that the ratios give"),
         ("--is-hybrid-model --mamba-head-dim 8 --mamba-num-heads 9", "--mamba-num-heads 9 is not a multiple of"),
         ("--is-hybrid-model --mamba-head-dim 7", "--mamba-head-dim 7 does not divide 2 x --hidden-size"),
-        (
-            f"{MAMBA} --mamba-num-groups 1 --tensor-model-parallel-size 2",
-            "--mamba-num-groups 1 is not a multiple of --tensor-model-parallel-size 2",
-        ),
+        (f"{MAMBA} --mamba-num-groups 1 --tensor-model-parallel-size 2",
+         "--mamba-num-groups 1 is not a multiple of --tensor-model-parallel-size 2"),
         (f"{MAMBA} {GDN}", "--is-hybrid-model with --experimental-attention-variant"),
         (f"{MAMBA} --sandwich-norm", "with --sandwich-norm is not supported"),
         (f"{MAMBA} --attention-mask full", "a state holds earlier tokens alone"),
@@ -75,21 +69,15 @@ def read(flags: str, world: int = 1) -> Config:
         ("--lora-rank 4 --lora-targets v_proj", "--lora-targets v_proj: use linear_qkv, which is q_proj, k_proj"),
         ("--lora-rank 4 --lora-targets o_proj", "--lora-targets o_proj: use linear_proj, its name here"),
         (f"{GDN} --lora-rank 4 --lora-targets in", "--lora-targets in: not supported; choose from linear_qkv"),
-        (
-            f"{HYBRID} MMMM --lora-rank 4 --lora-targets linear_qkv",
-            "--lora-targets linear_qkv is no layer of this model: choose from in_proj",
-        ),
-        (
-            f"{HYBRID} M-M* --lora-rank 4 --lora-targets in_proj out_proj",
-            "--lora-targets out_proj is not supported for Mamba2, as in PEFT",
-        ),
-        (
-            f"{HYBRID} MEM* --num-experts 4 --lora-rank 4 --lora-targets in_proj linear_fc1",
-            "experts have no adapters: use --lora-targets linear_qkv linear_proj in_proj",
-        ),
+        (f"{HYBRID} MMMM --lora-rank 4 --lora-targets linear_qkv",
+         "--lora-targets linear_qkv is no layer of this model: choose from in_proj"),
+        (f"{HYBRID} M-M* --lora-rank 4 --lora-targets in_proj out_proj",
+         "--lora-targets out_proj is not supported for Mamba2, as in PEFT"),
+        (f"{HYBRID} MEM* --num-experts 4 --lora-rank 4 --lora-targets in_proj linear_fc1",
+         "experts have no adapters: use --lora-targets linear_qkv linear_proj in_proj"),
         (f"{HYBRID} E-E- --num-experts 4 --lora-rank 4", "with --lora-rank is not supported: experts have no adapters"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(flags: str, message: str) -> None:
     with pytest.raises((Refusal, SystemExit)) as error:
         read(flags, 2 if "model-parallel" in flags else 1)

@@ -390,23 +390,11 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"link": {"bandwidth": 0, "latency": 0}}, "link.bandwidth: must be a number above 0, not 0"),
         ({"link": {"bandwidth": 1, "latency": 0, "lanes": 4}}, "link.lanes: no such field"),
         ({"link": {"bandwidth": 1, "latency": 0, "gpus_per_card": 2}}, "link.gpus_per_card: no such field"),
-        (
-            {"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 3}},
-            "network.gpus_per_card: 3 does not divide",
-        ),
-        (
-            {"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 0}},
-            "network.gpus_per_card: must be a number",
-        ),
+        ({"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 3}}, "network.gpus_per_card: 3 does not divide"),
+        ({"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 0}}, "network.gpus_per_card: must be a number"),
         ({"network": {"bandwidth": 1, "latency": 0, "kinds": 1}}, "network.kinds: must be an object with all_gather"),
-        (
-            {"link": {"bandwidth": 1, "latency": 0, "kinds": {"allreduce": {}}}},
-            "link.kinds.allreduce: no such field",
-        ),
-        (
-            {"link": {"bandwidth": 1, "latency": 0, "kinds": {"p2p": {"latency": 1}}}},
-            "link.kinds.p2p.bandwidth:",
-        ),
+        ({"link": {"bandwidth": 1, "latency": 0, "kinds": {"allreduce": {}}}}, "link.kinds.allreduce: no such field"),
+        ({"link": {"bandwidth": 1, "latency": 0, "kinds": {"p2p": {"latency": 1}}}}, "link.kinds.p2p.bandwidth:"),
         ({"gemm": []}, "gemm: must be a list of"),
         ({"gemm": [[1, 2, 3]]}, "gemm: must be a list of"),
         ({"gemm": [[2, 1], [1, 2]]}, "gemm: sizes must rise, these are 2, 1"),
@@ -424,18 +412,12 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"attention_blocks": {"dq": {}}}, "attention_blocks: may only have forward, queries, keys"),
         ({"attention_blocks": {"keys": {"96": {}}}}, "attention_blocks.keys: may only have 16, 32"),
         ({"attention_blocks": {"keys": {"64": {"block": 64}}}}, "attention_blocks.keys.64.step: missing"),
-        (
-            {"attention_blocks": {"keys": {"64": {"block": 48}}}},
-            "attention_blocks.keys.64.block: must be one of 16, 32",
-        ),
-        (
-            {"attention_blocks": {"keys": {"64": {"warps": True}}}},
-            "attention_blocks.keys.64.warps: must be one of 1, 2, 4, 8, 16",
-        ),
-        (
-            {"attention_blocks": {"keys": {"64": {"one_loop": 1}}}},
-            "attention_blocks.keys.64.one_loop: must be one of false, true",
-        ),
+        ({"attention_blocks": {"keys": {"64": {"block": 48}}}},
+         "attention_blocks.keys.64.block: must be one of 16, 32"),
+        ({"attention_blocks": {"keys": {"64": {"warps": True}}}},
+         "attention_blocks.keys.64.warps: must be one of 1, 2, 4, 8, 16"),
+        ({"attention_blocks": {"keys": {"64": {"one_loop": 1}}}},
+         "attention_blocks.keys.64.one_loop: must be one of false, true"),
         ({"attention_blocks": {"keys": {"64": {"registers": 300}}}}, "attention_blocks.keys.64.registers: must be"),
         ({"dtype": "int8"}, "dtype: must be bf16 or fp32"),
         ({"name": 3}, "name: must be text"),
@@ -445,7 +427,7 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"extends": "V100"}, "extends: V100: unknown; use A100-40G"),
         ({"extends": "bad.json"}, "extends: a file cannot build on itself"),
     ],
-)
+)  # fmt: skip
 def test_bad_files_are_refused_by_file_and_field(tmp_path, change, notice):
     path = write(tmp_path, "bad.json", **(whole_file() | change))
     with pytest.raises(Refusal) as refusal:

@@ -481,10 +481,8 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     "options, output",
     [
-        (
-            "--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
-            "--model llama4: not a known shape; choose from gpt",
-        ),
+        ("--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
+         "--model llama4: not a known shape; choose from gpt"),
         ("--model llama3-8b --gpus 4 --gpu A100 --seq-length 1M", "--gpu A100: one of several: use A100-40G or"),
         ("--model llama3-8b --gpus 13 --gpu A100-80G --seq-length 1M", "use 8 or 16"),
         ("--model llama3-8b --gpus 0 --gpu A100-80G --seq-length 1M", "--gpus 0: give a whole number above 0"),
@@ -494,21 +492,15 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         ("--model llama3-8b --gpus 4 --gpu A100-80G", "either --seq-length N or --longest"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 1M --longest", "either --seq-length N or --longest"),
         ("--model llama3-8b --gpus 24 --gpu A100-80G --seq-length 99999 --global-batch 7", "--global-batch 7 of this"),
-        (
-            "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --tensor 3",
-            "the options that narrow the search leave no plan",
-        ),
-        (
-            "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --zero 2 --pipeline 4",
-            "the options that narrow the search leave no plan",
-        ),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --tensor 3",
+         "the options that narrow the search leave no plan"),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --zero 2 --pipeline 4",
+         "the options that narrow the search leave no plan"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --lr 1", "--lr does not describe the model"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --hidden-dropout 0.1", "does not know its time"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --frobnicate", "--frobnicate"),
-        (
-            "--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --seed 7",
-            "--seed 7 has no effect without --jitter: add --jitter",
-        ),
+        ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --seed 7",
+         "--seed 7 has no effect without --jitter: add --jitter"),
         ("--num-layers 8 --gpus 4 --gpu A100-80G --seq-length 8K", "missing: --vocab-size"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --no-fpdt --fpdt-chunk 1K", "leave one out"),
         ("--model llama3-8b --gpus 4 --gpu A100-80G --seq-length 8K --expert 2", "--expert: the model has no experts"),
@@ -520,12 +512,10 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
         (f"{HYBRID} --linear-key-head-dim 256", "--linear-key-head-dim 256: the planner does not know its time"),
         (f"{MAMBA} --fpdt-chunk 16K", "the planner has no FPDT with --is-hybrid-model: leave it out"),
         (f"{MAMBA} --window 4K --window-attn-skip-freq 4", "--window-attn-skip-freq with --is-hybrid-model"),
-        (
-            "--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
-            "no FPDT with --num-expert",
-        ),
+        ("--model deepseek-v2-lite --gpus 8 --gpu H100-80G --seq-length 8K --fpdt-chunk 4K",
+         "no FPDT with --num-expert"),
     ],
-)
+)  # fmt: skip
 def test_refusals(options: str, output: str, capsys: pytest.CaptureFixture) -> None:
     text = message(capsys, *options.split(), code=2)
     assert text.startswith("error: ") and output in text

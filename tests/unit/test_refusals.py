@@ -193,12 +193,9 @@ def test_words_and_settings_are_refused_together_in_order():
             "--fpdt --fpdt-chunk-size 32 --ffn-chunks 2",
             "--latent-exchange latents with --fpdt is not supported",
         ),
-        (
-            "--parallel-residual --fpdt --fpdt-chunk-size 32",
-            "--parallel-residual with --fpdt is not supported",
-        ),
+        ("--parallel-residual --fpdt --fpdt-chunk-size 32", "--parallel-residual with --fpdt is not supported"),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_that_only_a_change_causes_is_not_listed(flags, first):
     """Without --fpdt, which is one way out of these, its other flags would be refused."""
     refusal = refused_with_command(f"{ACCEPTED} {flags}")

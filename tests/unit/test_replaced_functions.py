@@ -197,15 +197,11 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
     "call, words",
     [
         (lambda: operator_with(attn_mask=PAIRS), "does not support attn_mask: give mask="),
-        (
-            lambda: operator_with(cp.Full(), attn_mask=PAIRS),
-            "has mask=, so pass none (tests.unit.test_replaced_functions:",
-        ),
+        (lambda: operator_with(cp.Full(), attn_mask=PAIRS),
+         "has mask=, so pass none (tests.unit.test_replaced_functions:"),
         (lambda: layer_with(mask=cp.Full(), attn_mask=PAIRS), "(MultiheadAttention at tests.unit."),
-        (
-            lambda: operator_with(cp.Documents([5, LENGTH], cp.Full()), is_causal=True),
-            "which lets queries see later keys",
-        ),
+        (lambda: operator_with(cp.Documents([5, LENGTH], cp.Full()), is_causal=True),
+         "which lets queries see later keys"),
         (lambda: operator_with(dropout_p=0.1), "does not support dropout_p"),
         (lambda: layer_with({"dropout": 0.1}), "does not support dropout_p"),
         (lambda: layer_with({"add_bias_kv": True}), "key has 13 tokens, but the layout gives each rank 12"),
@@ -219,10 +215,7 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
             for name in sorted(INTERFACES["attention functions of transformers"][2])
         ),
         (lambda: attention_of_transformers(is_causal=False), "not causal"),
-        (
-            lambda: attention_of_transformers(sliding_window=3),
-            "a window of 3 tokens, but its mask one of None",
-        ),
+        (lambda: attention_of_transformers(sliding_window=3), "a window of 3 tokens, but its mask one of None"),
         (lambda: attention_of_transformers(new=1), "passes new to its attention"),
         (lambda: mask_of_transformers(new=1), "passes new to its masks"),
         (lambda: mask_of_transformers(use_vmap=True), "this model is distributed over ranks: call it as"),
@@ -230,7 +223,7 @@ RING = cp.SequenceLayout(LENGTH, cp.abstract_grid(ring=2).at(ring=0))
         (lambda: chunked_layer(RING, rule=cp.AttentionRule(gather_keys=True)), "gather_keys=True with a layer in"),
         (lambda: chunked_layer(ffn_pieces=2), "ffn_by_rows and ffn_pieces need an ffn: give ffn="),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_computed_is_refused_by_name(call, words):
     with pytest.raises(ValueError) as refused:
         call()

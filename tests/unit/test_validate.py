@@ -260,38 +260,26 @@ REFUSALS = [
     ("--ulysses-parallel-size 3", 4, "--ulysses-parallel-size 3 ranks does not divide 4 processes"),
     ("--pipeline-model-parallel-size 2", 1, "--pipeline-model-parallel-size 2 larger"),
     ("--context-parallel-size 6 --ulysses-parallel-size 4", 12, "--context-parallel-size 6 --ulysses-parallel-size 4"),
-    (
-        "--context-parallel-size 8 --ulysses-parallel-size 2 --ring-parallel-size 2",
-        8,
-        "8 is not --ulysses-parallel-size 2",
-    ),
+    ("--context-parallel-size 8 --ulysses-parallel-size 2 --ring-parallel-size 2", 8,
+     "8 is not --ulysses-parallel-size 2"),
     ("--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 8", 8, "--context-parallel-size 8 is not"),
     ("--context-parallel-size 8 --cp-comm-type p2p --ulysses-parallel-size 4", 8, "--ulysses-parallel-size 1, not 4"),
     ("--context-parallel-size 8 --cp-comm-type a2a --ring-parallel-size 2", 8, "a2a --ring-parallel-size 1, not 2"),
     ("--context-parallel-size 8 --cp-comm-type a2a+p2p", 8, "--cp-comm-type a2a+p2p --hierarchical-context"),
-    (
-        "--context-parallel-size 8 --cp-comm-type all_gather --fpdt --fpdt-chunk-size 1024",
-        8,
-        "--cp-comm-type all_gather --fpdt --cp-comm-type p2p",
-    ),
+    ("--context-parallel-size 8 --cp-comm-type all_gather --fpdt --fpdt-chunk-size 1024", 8,
+     "--cp-comm-type all_gather --fpdt --cp-comm-type p2p"),
     ("--context-parallel-size 8 --cp-comm-type p2p a2a", 8, "--cp-comm-type p2p a2a give one type"),
     ("--context-parallel-size 8 --cp-comm-type nvlink", 8, "--cp-comm-type nvlink unknown p2p"),
     ("--hierarchical-context-parallel-sizes 2 2 2", 8, "--hierarchical-context-parallel-sizes two sizes"),
-    (
-        "--hierarchical-context-parallel-sizes 2 2 --ring-parallel-size 4",
-        8,
-        "--hierarchical-context-parallel-sizes agree",
-    ),
+    ("--hierarchical-context-parallel-sizes 2 2 --ring-parallel-size 4", 8,
+     "--hierarchical-context-parallel-sizes agree"),
     ("--ulysses-parallel-size 0", 1, "--ulysses-parallel-size 0 at least 1"),
     # heads
     ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 12 --tensor-model-parallel-size 8 use size 4"),
     ("--ulysses-parallel-size 8", 8, "--ulysses-parallel-size 8 12 query heads use --ulysses-parallel-size 4 size 2"),
     ("--tensor-model-parallel-size 2 --ulysses-parallel-size 4", 8, "6 query heads TP 2 use --ulysses-parallel-size 2"),
-    (
-        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 6",
-        4,
-        "--num-query-groups 6 --tensor-model-parallel-size 4 use 2",
-    ),
+    ("--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 6", 4,
+     "--num-query-groups 6 --tensor-model-parallel-size 4 use 2"),
     ("--group-query-attention --num-query-groups 5", 1, "--num-attention-heads 12 --num-query-groups 5"),
     ("--num-query-groups 4", 1, "--num-query-groups 4 --group-query-attention add"),
     ("--num-attention-heads 10", 1, "--hidden-size 96 --num-attention-heads 10 90 or 100 --kv-channels"),
@@ -299,54 +287,36 @@ REFUSALS = [
     ("--position-embedding-type rope --kv-channels 7", 1, "RoPE --rotary-percent --kv-channels"),
     (f"{YARN} 4 --rotary-percent 0.4", 1, "RoPE --rotary-percent 0.4 --kv-channels"),
     ("--position-embedding-type yarn", 1, "yarn --yarn-rotary-scaling-factor 1 nothing --position-embedding-type rope"),
-    (
-        "--position-embedding-type rope --yarn-mscale 0.7 --no-yarn-correction-range-round-to-int",
-        1,
-        "--yarn-mscale --no-yarn-correction-range-round-to-int --position-embedding-type yarn add",
-    ),
+    ("--position-embedding-type rope --yarn-mscale 0.7 --no-yarn-correction-range-round-to-int", 1,
+     "--yarn-mscale --no-yarn-correction-range-round-to-int --position-embedding-type yarn add"),
     (f"{YARN} 4 --use-rope-scaling", 1, "--use-rope-scaling --position-embedding-type yarn leave one out"),
-    (
-        f"{YARN} 4 --rotary-seq-len-interpolation-factor 2",
-        1,
-        "--rotary-seq-len-interpolation-factor --position-embedding-type yarn leave one out",
-    ),
+    (f"{YARN} 4 --rotary-seq-len-interpolation-factor 2", 1,
+     "--rotary-seq-len-interpolation-factor --position-embedding-type yarn leave one out"),
     (f"{YARN} 4 --yarn-beta-fast 1", 1, "--yarn-beta-fast 1 above --yarn-beta-slow 1"),
     (f"{YARN} 4 --rotary-base 1", 1, "--rotary-base 1 2 or more"),
     (f"{YARN} 4 --yarn-original-max-position-embeddings 0", 1, "--yarn-original-max-position-embeddings 0 at least 1"),
     # the sequence
     ("--ring-parallel-size 2 --seq-length 194", 2, "--seq-length 194 zigzag multiple of 4 192 or 196"),
-    (
-        "--ring-parallel-size 4 --context-parallel-balance contiguous --seq-length 190",
-        4,
-        "--seq-length contiguous 188 or 192",
-    ),
+    ("--ring-parallel-size 4 --context-parallel-balance contiguous --seq-length 190", 4,
+     "--seq-length contiguous 188 or 192"),
     ("--ulysses-parallel-size 3 --ring-parallel-size 2 --seq-length 190", 6, "--seq-length 190 Ulysses 3 Ring 2 of 12"),
-    (
-        "--ring-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 188",
-        8,
-        "--seq-length 188 TP 4 sequence-parallel multiple of 8, 184 or 192",
-    ),
+    ("--ring-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 188", 8,
+     "--seq-length 188 TP 4 sequence-parallel multiple of 8, 184 or 192"),
     ("--seq-length 193", 1, "--max-position-embeddings 192 --seq-length 193 --position-embedding-type rope"),
     # the pipeline
     ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 --pipeline-model-parallel-size 3 6 or 9"),
     ("--num-virtual-stages-per-pipeline-rank 2", 1, "--pipeline-model-parallel-size above 1"),
     ("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2", 2, "--num-virtual 3 4 layers"),
-    (
-        "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
-        2,
-        "--num-layers-per-virtual 3 4 layers",
-    ),
+    ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", 2,
+     "--num-layers-per-virtual 3 4 layers"),
     (
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
         "--num-virtual-stages-per-pipeline-rank 4",
         2,
         "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank one",
     ),
-    (
-        "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --global-batch-size 3",
-        2,
-        "--global-batch-size 3 micro-batches --pipeline-model-parallel-size 2 multiple of 2",
-    ),
+    ("--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --global-batch-size 3", 2,
+     "--global-batch-size 3 micro-batches --pipeline-model-parallel-size 2 multiple of 2"),
     # precision and memory
     ("--bf16 --fp16", 1, "--bf16 --fp16"),
     ("--fp8-format hybrid", 1, "--fp8-format hybrid Transformer Engine"),
@@ -355,27 +325,18 @@ REFUSALS = [
     ("--grad-reduce-in-bf16", 1, "--grad-reduce-in-bf16 --bf16"),
     ("--swiglu --squared-relu", 1, "--swiglu --squared-relu"),
     ("--swiglu --openai-gelu", 1, "--swiglu --openai-gelu"),
-    (
-        "--zero-stage 3 --pipeline-model-parallel-size 2",
-        2,
-        "--zero-stage 3 --pipeline-model-parallel-size 2 --zero-stage 1 --pipeline-model-parallel-size 1",
-    ),
+    ("--zero-stage 3 --pipeline-model-parallel-size 2", 2,
+     "--zero-stage 3 --pipeline-model-parallel-size 2 --zero-stage 1 --pipeline-model-parallel-size 1"),
     ("--zero-stage 3 --use-distributed-optimizer", 1, "--use-distributed-optimizer --zero-stage 1 not 3"),
     ("--zero-stage 0 --use-distributed-optimizer", 1, "--use-distributed-optimizer --zero-stage 1"),
     ("--zero-stage 1 --optimizer sgd", 1, "--optimizer sgd --zero-stage 0"),
     ("--overlap-param-gather --overlap-grad-reduce", 1, "--overlap-param-gather --zero-stage 1"),
     ("--overlap-param-gather --zero-stage 1", 1, "--overlap-param-gather --overlap-grad-reduce"),
     ("--recompute-granularity full", 1, "--recompute-method uniform --recompute-num-layers 1"),
-    (
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 9",
-        1,
-        "--recompute-num-layers 9 most 8",
-    ),
-    (
-        "--recompute-granularity selective --recompute-method uniform",
-        1,
-        "--recompute-method --recompute-granularity full",
-    ),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 9", 1,
+     "--recompute-num-layers 9 most 8"),
+    ("--recompute-granularity selective --recompute-method uniform", 1,
+     "--recompute-method --recompute-granularity full"),
     ("--recompute-activations --recompute-granularity full", 1, "--recompute-activations --recompute-granularity"),
     # chunks and host memory
     ("--fpdt", 1, "--fpdt-chunk-size 65536 --seq-length 192 at most 192"),
@@ -390,43 +351,25 @@ REFUSALS = [
     ("--no-fpdt-offload", 1, "--no-fpdt-offload without --fpdt: add"),
     ("--fpdt-stream-hidden", 1, "--fpdt-stream-hidden without --fpdt: add"),
     ("--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --no-fpdt-offload", 1, "--fpdt-stream-hidden --no-fpdt-offload"),
-    (
-        "--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --pipeline-model-parallel-size 2",
-        2,
-        "--fpdt-stream-hidden --pipeline-model-parallel-size 2 use --pipeline-model-parallel-size 1",
-    ),
-    (
-        "--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --offload-checkpoints",
-        1,
-        "--fpdt-stream-hidden leave --offload-checkpoints out",
-    ),
+    ("--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --pipeline-model-parallel-size 2", 2,
+     "--fpdt-stream-hidden --pipeline-model-parallel-size 2 use --pipeline-model-parallel-size 1"),
+    ("--fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden --offload-checkpoints", 1,
+     "--fpdt-stream-hidden leave --offload-checkpoints out"),
     ("--fpdt --fpdt-chunk-size 64 --recompute-activations", 1, "selective --fpdt leave it out"),
     ("--offload-checkpoints", 1, "--offload-checkpoints --recompute-granularity full --fpdt"),
     ("--profile --use-pytorch-profiler", 1, "--use-pytorch-profiler --tensorboard-dir"),
     ("--profile --profile-step-end 10", 1, "--profile-step-end 10 use 12"),
     ("--keep-attention", 1, "--keep-attention --recompute-granularity full"),
-    (
-        "--keep-attention --fpdt --fpdt-chunk-size 64 --recompute-granularity full --recompute-method uniform",
-        1,
-        "--keep-attention --fpdt leave it out",
-    ),
-    (
-        "--keep-attention --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
-        1,
-        "--keep-attention --recompute-num-layers 1",
-    ),
-    (
-        "--offload-checkpoints --recompute-granularity full --recompute-method block --recompute-num-layers 2",
-        1,
-        "--offload-checkpoints --recompute-method block use --recompute-method uniform",
-    ),
+    ("--keep-attention --fpdt --fpdt-chunk-size 64 --recompute-granularity full --recompute-method uniform", 1,
+     "--keep-attention --fpdt leave it out"),
+    ("--keep-attention --recompute-granularity full --recompute-method uniform --recompute-num-layers 2", 1,
+     "--keep-attention --recompute-num-layers 1"),
+    ("--offload-checkpoints --recompute-granularity full --recompute-method block --recompute-num-layers 2", 1,
+     "--offload-checkpoints --recompute-method block use --recompute-method uniform"),
     ("--ffn-chunks 0", 1, "--ffn-chunks 0 at least 1"),
     # batches and schedule
-    (
-        "--global-batch-size 6 --micro-batch-size 2",
-        2,
-        "--global-batch-size 6 --micro-batch-size 2 x 2 multiple of 4, 4 or 8",
-    ),
+    ("--global-batch-size 6 --micro-batch-size 2", 2,
+     "--global-batch-size 6 --micro-batch-size 2 x 2 multiple of 4, 4 or 8"),
     ("--global-batch-size 8 --rampup-batch-size 2 4 10", 1, "--rampup-batch-size 2 4 --global-batch-size 8"),
     ("--global-batch-size 8 --rampup-batch-size 8 4 10", 1, "--rampup-batch-size 8 4"),
     ("--train-samples 10", 1, "--train-iters --train-samples leave one out"),
@@ -442,11 +385,8 @@ REFUSALS = [
     ("--decoupled-min-lr 1e-4", 1, "--decoupled-min-lr --decoupled-lr"),
     ("--start-weight-decay 0.1", 1, "--start-weight-decay --weight-decay-incr-style"),
     ("--weight-decay-incr-style linear --start-weight-decay 1 --end-weight-decay 0.1", 1, "--weight-decay-incr-style"),
-    (
-        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
-        1,
-        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
-    ),
+    ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", 1,
+     "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler"),
     ("--hidden-dropout 1", 1, "--hidden-dropout 1"),
     ("--weight-decay -1", 1, "--weight-decay -1 negative"),
     ("--log-interval 0", 1, "--log-interval 0 at least 1"),
@@ -481,7 +421,7 @@ REFUSALS = [
     ("--skip-damaged-checkpoints --load a --ckpt-step 2", 1, "--ckpt-step --skip-damaged-checkpoints"),
     ("--exit-on-missing-checkpoint", 1, "--exit-on-missing-checkpoint --load"),
     ("--manual-gc-interval 5", 1, "--manual-gc-interval --manual-gc"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "world_size", "words"), REFUSALS, ids=[case[0] for case in REFUSALS])
@@ -574,35 +514,25 @@ def test_layers_of_stages(flags: str, layers: list[int]):
     [
         ("--num-layers 7", "--num-layers 7 .* use 4 or 8"),
         ("--num-layers 8 --account-for-loss-in-pipeline-split", "--account-for-loss-in-pipeline-split, .* use 7 or 11"),
-        (
-            "--num-layers 8 --decoder-first-pipeline-num-layers 3",
-            "--decoder-first-pipeline-num-layers 3 of --num-layers 8",
-        ),
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 3",
+         "--decoder-first-pipeline-num-layers 3 of --num-layers 8"),
         ("--num-layers 8 --decoder-last-pipeline-num-layers 8", "leave 0 layers for the other 3"),
-        (
-            "--num-layers 8 --decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
-            "--decoder-first-pipeline-num-layers 2 and --account-for-loss-in-pipeline-split",
-        ),
-        (
-            "--num-layers 10 --decoder-first-pipeline-num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
-            "--num-virtual-stages-per-pipeline-rank",
-        ),
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
+         "--decoder-first-pipeline-num-layers 2 and --account-for-loss-in-pipeline-split"),
+        ("--num-layers 10 --decoder-first-pipeline-num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+         "--num-virtual-stages-per-pipeline-rank"),
         ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tx", "has other letters than E"),
         ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|L", "must hold E, 4 t and L"),
         ("--num-layers 4 --pipeline-model-parallel-layout Et*999999999|L", "more than 100000 letters with t.999999999"),
         ("--num-layers 4 --pipeline-model-parallel-layout E(t*9999)*9999|L", "more than 100000 letters with t.9999"),
         ("--num-layers 4 --mtp-num-layers 1 --pipeline-model-parallel-layout Et|t|t|tL", "must hold E, 4 t, 1 m and L"),
         ("--num-layers 4 --pipeline-model-parallel-layout Et|t|ttL", "has 3 stages, for --pipeline-model-parallel-"),
-        (
-            "--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tL --num-virtual-stages-per-pipeline-rank 2",
-            "has 4 stages, for --pipeline-model-parallel-size 4 and --num-virtual-stages-per-pipeline-rank 2",
-        ),
-        (
-            "--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tL --decoder-first-pipeline-num-layers 1",
-            "and --decoder-first-pipeline-num-layers both set",
-        ),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tL --num-virtual-stages-per-pipeline-rank 2",
+         "has 4 stages, for --pipeline-model-parallel-size 4 and --num-virtual-stages-per-pipeline-rank 2"),
+        ("--num-layers 4 --pipeline-model-parallel-layout Et|t|t|tL --decoder-first-pipeline-num-layers 1",
+         "and --decoder-first-pipeline-num-layers both set"),
     ],
-)
+)  # fmt: skip
 def test_stages_that_cannot_be_divided_as_asked(flags: str, words: str):
     with pytest.raises(Refusal, match=words):
         build(f"--pipeline-model-parallel-size 4 {flags}", world_size=4)
@@ -611,22 +541,16 @@ def test_stages_that_cannot_be_divided_as_asked(flags: str, words: str):
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (
-            "--decoder-first-pipeline-num-layers 3 --recompute-num-layers 4",
-            "units of --recompute-num-layers 4 .* 3 and 5",
-        ),
+        ("--decoder-first-pipeline-num-layers 3 --recompute-num-layers 4",
+         "units of --recompute-num-layers 4 .* 3 and 5"),
         ("--num-layers 6 --recompute-num-layers 2", "does not cut stages of 3 layers: use 1"),
-        (
-            "--num-layers 6 --recompute-num-layers 2 --fpdt --fpdt-chunk-size 32",
-            "does not cut stages of 3 layers: use 1",
-        ),
+        ("--num-layers 6 --recompute-num-layers 2 --fpdt --fpdt-chunk-size 32",
+         "does not cut stages of 3 layers: use 1"),
         ("--recompute-num-layers 6", "more than the 4 layers of a stage: use at most 4"),
-        (
-            "--num-layers 6 --pipeline-model-parallel-layout Ett|ttt|t|L --recompute-num-layers 2",
-            "does not cut stages of 1 and 2 and 3 layers: use 1",
-        ),
+        ("--num-layers 6 --pipeline-model-parallel-layout Ett|ttt|t|L --recompute-num-layers 2",
+         "does not cut stages of 1 and 2 and 3 layers: use 1"),
     ],
-)
+)  # fmt: skip
 def test_recompute_on_stages(flags: str, words: str):
     recompute = "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform"
     with pytest.raises(Refusal, match=words):

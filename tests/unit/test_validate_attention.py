@@ -36,26 +36,14 @@ FUNCTION = "def every_second(q, k):\n    return (q - k) % 2 == 0\n"
         ("--reset-attention-mask --micro-batch-size 2", cp.Causal(), True, "zigzag"),
         ("--reset-attention-mask --window-size 15,0", cp.Window(15), True, "contiguous"),
         ("--reset-attention-mask --context-parallel-balance contiguous", cp.Causal(), True, "contiguous"),
-        (
-            "--attention-mask block-sparse --sparse-block-size 64 --sparse-window-blocks 2",
-            cp.BlockSparse(64, cp.LongformerBlocks(2, 1), 192),
-            False,
-            "contiguous",
-        ),
-        (
-            "--attention-mask block-sparse --sparse-pattern bigbird --sparse-random-blocks 5",
-            cp.BlockSparse(128, cp.BigBirdBlocks(3, 1, 5), 192),
-            False,
-            "contiguous",
-        ),
-        (
-            "--attention-mask block-sparse --sparse-pattern strided --sparse-stride 4",
-            cp.BlockSparse(128, cp.StridedBlocks(4), 192),
-            False,
-            "zigzag",
-        ),
+        ("--attention-mask block-sparse --sparse-block-size 64 --sparse-window-blocks 2", cp.BlockSparse(64,
+         cp.LongformerBlocks(2, 1), 192), False, "contiguous"),
+        ("--attention-mask block-sparse --sparse-pattern bigbird --sparse-random-blocks 5", cp.BlockSparse(128,
+         cp.BigBirdBlocks(3, 1, 5), 192), False, "contiguous"),
+        ("--attention-mask block-sparse --sparse-pattern strided --sparse-stride 4", cp.BlockSparse(128,
+         cp.StridedBlocks(4), 192), False, "zigzag"),
     ],
-)
+)  # fmt: skip
 def test_derived_masks_and_balances(flags, mask, documents, balance):
     config = build(f"{TWO} {flags}", 2)
     assert attention_mask(config) == mask
@@ -74,32 +62,22 @@ def test_derived_masks_and_balances(flags, mask, documents, balance):
         ("--window-size 15,-2", "sizes are counts of tokens"),
         ("--window-global-tokens 4", "--window-global-tokens is used only by --attention-mask window"),
         ("--sparse-block-size 64", "--sparse-block-size is used only by --attention-mask block-sparse"),
-        (
-            "--attention-mask block-sparse --sparse-stride 4",
-            "--sparse-stride is used only by --sparse-pattern strided, not by longformer",
-        ),
+        ("--attention-mask block-sparse --sparse-stride 4",
+         "--sparse-stride is used only by --sparse-pattern strided, not by longformer"),
         ("--attention-mask block-sparse --sparse-block-size 0", "--sparse-block-size"),
         ("--attention-mask function", "needs --mask-function FILE.py:NAME"),
         ("--mask-function a.py:b", "--mask-function is used only by --attention-mask function"),
-        (
-            "--context-parallel-balance documents",
-            "--context-parallel-balance documents distributes packed documents: add --attention-mask document",
-        ),
-        (
-            "--attention-mask document --micro-batch-size 2 --context-parallel-balance documents",
-            "--context-parallel-balance documents with --micro-batch-size 2",
-        ),
-        (
-            "--attention-mask document --micro-batch-size 2 --fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden",
-            "--fpdt-stream-hidden with packed documents and --micro-batch-size 2",
-        ),
-        (
-            "--reset-position-ids --position-embedding-type alibi",
-            "--reset-position-ids with --position-embedding-type alibi needs --reset-attention-mask",
-        ),
+        ("--context-parallel-balance documents",
+         "--context-parallel-balance documents distributes packed documents: add --attention-mask document"),
+        ("--attention-mask document --micro-batch-size 2 --context-parallel-balance documents",
+         "--context-parallel-balance documents with --micro-batch-size 2"),
+        ("--attention-mask document --micro-batch-size 2 --fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden",
+         "--fpdt-stream-hidden with packed documents and --micro-batch-size 2"),
+        ("--reset-position-ids --position-embedding-type alibi",
+         "--reset-position-ids with --position-embedding-type alibi needs --reset-attention-mask"),
         ("--attention-mask sliding", "choose from causal, full, window, document, block-sparse, function"),
     ],
-)
+)  # fmt: skip
 def test_attention_settings_that_are_refused(flags, words):
     with pytest.raises(Refusal) as caught:
         build(flags)
