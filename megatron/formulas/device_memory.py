@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.formulas.host_bytes import host_memory
-from megatron.formulas.layer_memory import attention_apart, choices_apart, chunked_layer, norm_kept, whole_layer
+from megatron.formulas.layer_memory import attention_apart, choices_apart, chunked_layer, whole_layer
 from megatron.formulas.parameters import StageParameters, numel, rank_parameters, rank_states, stage_parameters
-from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
+from megatron.formulas.sizes import WIDE, chunks_of, norm_kept, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload, changed, refuse_unknown
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from megatron.formulas.parameters import padded_vocab
-from megatron.formulas.sizes import chunks_of
+from megatron.formulas.kinds import attention_of
+from megatron.formulas.sizes import chunks_of, padded_vocab
 from megatron.formulas.strategy import Shape, Strategy, Workload, refuse_unknown
 
 
@@ -29,41 +29,16 @@ class ForwardFlops:
 @lru_cache(maxsize=4096)
 def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     """FLOPs of one sequence: matrix products only, 2 for each multiply-add."""
-    token, query_width = 2 * seq_length, shape.heads * shape.head_dim
-    value_width = shape.heads * (shape.latent.value if shape.latent else shape.head_dim)
-    linear = shape.linear
-    with_state, state_width = (sum(linear.layers), linear.heads * linear.values) if linear else (0, 0)
-    layers = shape.layers_with("*") if shape.pattern else shape.layers - with_state
+    token, with_state = 2 * seq_length, sum(shape.linear.layers) if shape.linear else 0
+    with_keys = shape.layers_with("*") if shape.pattern else shape.layers - with_state
+    mixers = [(attention_of(shape), with_keys)] + ([(shape.linear, with_state)] if with_state else [])
     return ForwardFlops(
-        qkv=token * (layers * _qkv_products(shape) + with_state * _linear_products(shape)),
-        out=token * shape.hidden * (layers * value_width + with_state * state_width),
+        qkv=token * sum(layers * mixer.products(shape) for mixer, layers in mixers),
+        out=token * shape.hidden * sum(layers * mixer.out_width(shape) for mixer, layers in mixers),
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
-        attention=layers * token * seq_length * (query_width + value_width),
+        attention=token * sum(layers * mixer.pairs(shape, seq_length) for mixer, layers in mixers),
     )
-
-
-def _qkv_products(shape: Shape) -> int:
-    """Multiplications that make a token's queries, keys and values in one layer."""
-    latent, heads, d = shape.latent, shape.heads, shape.head_dim
-    if latent is None:
-        return shape.hidden * ((1 + shape.output_gate) * heads + 2 * shape.kv_heads) * d
-    queries = (shape.hidden + heads * d) * latent.queries if latent.queries else shape.hidden * heads * d
-    down = shape.hidden * (latent.keys + latent.rotated)
-    return queries + down + latent.keys * heads * (d - latent.rotated + latent.value)
-
-
-def _linear_products(shape: Shape) -> int:
-    """Multiplications for a token before the output projection of a layer with a state.
-
-    They are those of the projection, the convolution and the recurrence, which changes and reads the state; Gated
-    DeltaNet also reads it before.
-    """
-    linear = shape.linear
-    if linear is None:
-        return 0
-    recurrence = (2 + linear.delta) * linear.heads * linear.keys * linear.values
-    return shape.hidden * linear.projected + linear.convolved * linear.width + recurrence
 
 
 def _mlp_width(shape: Shape) -> float:

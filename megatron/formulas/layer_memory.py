@@ -8,10 +8,11 @@ from functools import lru_cache
 
 from megatron.decisions.division import IN_FLIGHT, goes_by_keys
 from megatron.formulas.host_bytes import replaces_out
+from megatron.formulas.kinds import mixer_of
+from megatron.formulas.kinds.attention_figures import ring_blocks
 from megatron.formulas.mixtures import experts_kept, experts_peak, ffn_numel
 from megatron.formulas.parameters import stage_parameters
-from megatron.formulas.sizes import WIDE, chunks_of, heads_of, sizes_of
-from megatron.formulas.states import state_forward, state_kept, state_working
+from megatron.formulas.sizes import WIDE, chunks_of, heads_of, norm_kept, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 SMALL_INDEX = 2  # bytes of an expert's number
@@ -52,19 +53,11 @@ def whole_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: bo
 
 def _mixer(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> Layer:
     """The part of a layer that mixes tokens, with its norm and its output."""
-    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
-    norm, spread, states = norm_kept(workload, strategy, itemsize, fused), strategy.ulysses > 1, shape.linear
-    kept = norm + (state_kept if states else _attention_kept)(workload, strategy, itemsize, fused)
-    if states:
-        working = state_working(workload, strategy, itemsize, fused)
-        forward = norm + state_forward(workload, strategy, itemsize, fused)
-    else:
-        working = attention_working(workload, strategy, itemsize)
-        if strategy.recompute == "selective":  # attention runs again, in addition to what is kept
-            working += sizes.q + sizes.k + sizes.local_out + sizes.lse + (sizes.local_q + sizes.local_kv) * spread
-        forward = norm + sizes.qkv + 2 * sizes.q + sizes.k + sizes.out + 2 * (sizes.local_q + sizes.local_kv) * spread
+    mixer, how = mixer_of(workload.shape), (workload, strategy, itemsize, fused)
+    norm, hidden = norm_kept(*how), sizes_of(workload, strategy, itemsize).hidden
+    kept = norm + mixer.kept(*how) + hidden
     # Backward also has the residual's gradient.
-    return Layer(kept + sizes.hidden, forward, kept + sizes.hidden + working)
+    return Layer(kept, norm + mixer.forward(*how), kept + mixer.working(*how))
 
 
 def attention_apart(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
@@ -114,65 +107,6 @@ def _ffn_gradients(shape: Shape, strategy: Strategy, itemsize: int) -> int:
     return (3 if shape.gated else 2) * (shape.ffn // strategy.tensor) * shape.hidden * itemsize
 
 
-def _attention_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of q, k and v as the kernel reads them (with the tensor that they are views of), its output and lse."""
-    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
-    groups = max(shape.kv_heads // strategy.tensor, 1)
-    copied = sizes.q if shape.heads > shape.kv_heads and groups > 1 else 0  # core copies interleaved GQA queries
-    latents = _latents_kept(workload, strategy, itemsize, fused) + _head_norms_kept(workload, strategy, itemsize, fused)
-    if shape.latent:  # queries and keys are joined from their parts
-        copied = sizes.q + sizes.k
-    if shape.output_gate:  # the sigmoid in fp32, and the product, which enters the output projection
-        latents += sizes.out * WIDE // itemsize + sizes.out
-    if strategy.recompute == "selective":
-        return latents + sizes.qkv + copied + sizes.out
-    # A CPU's kernel computes with values as large as keys, and its output is a part of that.
-    padded = not fused and strategy.ring == 1 and shape.value_dim < shape.head_dim
-    if strategy.ulysses > 1:  # before and after the all-to-all back
-        return latents + sizes.local_q + sizes.local_kv + sizes.lse + sizes.out + (sizes.q if padded else sizes.out)
-    rotated = sizes.q + sizes.k if not shape.positions else copied
-    return latents + sizes.qkv + rotated + sizes.out + sizes.lse + sizes.q * padded
-
-
-def _head_norms_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of the norms of queries and keys over a head. Without Ulysses their inputs are kept anyway."""
-    shape, sizes = workload.shape, sizes_of(workload, strategy, itemsize)
-    if not shape.qk_norm or shape.latent:
-        return 0
-    copies = (1 if fused else 2 if itemsize == WIDE else 4) + (strategy.ulysses > 1)
-    normed = sizes.q + sizes.k
-    return copies * normed + normed // (shape.head_dim * itemsize) * WIDE
-
-
-def _latents_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of the latents of queries, keys and values, and of their norms."""
-    shape, latent = workload.shape, workload.shape.latent
-    if latent is None:
-        return 0
-    whole = sizes_of(workload, strategy, itemsize).whole // shape.hidden  # of one number of each token, all TP ranks
-    split = strategy.tensor if strategy.sequence_parallel else 1
-    kept = whole * (latent.queries + latent.keys + latent.rotated)
-    if shape.qk_norm:
-        copies = 1 if fused else 2 if itemsize == WIDE else 4
-        norms = 1 + bool(latent.queries)
-        statistics = norms * whole // itemsize * WIDE
-        kept += (copies * whole * (latent.queries + latent.keys) + statistics) // split
-    return kept
-
-
-def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes that a norm keeps in addition to its input: output and statistics.
-
-    Without a fused kernel RMSNorm is several operations: in fp32 they keep one intermediate tensor; in bf16 they
-    keep two fp32 tensors, but not the input.
-    """
-    sizes = sizes_of(workload, strategy, itemsize)
-    if workload.shape.layer_norm:
-        return sizes.hidden + 2 * sizes.statistics
-    copies = 1 if fused else 2 if itemsize == WIDE else 4
-    return copies * sizes.hidden + sizes.statistics
-
-
 def mlp_kept(workload: Workload, strategy: Strategy, fused: bool, itemsize: int) -> tuple[int, int]:
     """(bytes kept inside the MLP, bytes in addition during the backward pass of the activation function)."""
     ffn = sizes_of(workload, strategy, itemsize).ffn
@@ -215,38 +149,6 @@ def _gathered(workload: Workload, strategy: Strategy, itemsize: int) -> int:
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return 0
     return sizes_of(workload, strategy, itemsize).whole
-
-
-def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> int:
-    """Bytes of attention's backward pass without what attention keeps: dout, dq, dk, dv and blocks on the ring."""
-    sizes, ring = sizes_of(workload, strategy, itemsize), strategy.ring
-    working = sizes.local_out + sizes.local_q + sizes.local_kv + sizes.lse
-    if ring > 1:
-        working = sizes.local_out + sizes.local_q * WIDE // itemsize + ring_blocks(sizes.local_kv, ring, itemsize)
-        working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
-        if ring > 2 and workload.causal and (workload.whole or not workload.keys):
-            # This rank's dk and dv are those of one tile, in its dtype, until the other ranks' sums return. The peak
-            # is when a block's sums are packed for sending while others arrive, or at the end of a tile.
-            wide = WIDE // itemsize
-            sums = max((3 + 3 * wide) * sizes.local_kv, (4 + 2 * wide) * sizes.local_kv + sizes.local_q // 2)
-            working = sizes.local_out + sizes.local_q * wide + sums
-    if strategy.ulysses > 1:
-        shape = workload.shape
-        heads = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
-        sent = sizes.local_q + sizes.local_kv * heads.sent_kv // heads.local_kv
-        # Queries, keys, values, outputs and lse are freed before gradients return through the all-to-all.
-        working = max(working, 2 * sent + sizes.kv - sizes.out - sizes.lse)
-    return working
-
-
-def ring_blocks(block: int, ring: int, itemsize: int) -> int:
-    """Bytes of blocks on a ring in backward.
-
-    Keys and values: the block in use and the one that arrives. Gradients in fp32: this rank's and the block's, with
-    three ranks or more also those that arrive and leave.
-    """
-    wide = WIDE // itemsize
-    return (2 + 2 * wide) * block if ring == 2 else (2 + 4 * wide) * block
 
 
 @lru_cache(maxsize=8192)
@@ -292,7 +194,8 @@ def chunked_layer(workload: Workload, strategy: Strategy, itemsize: int, fused: 
         keys = int(part * sizes.local_kv * shape.head_dim / (shape.head_dim + shape.value_dim))
         pair += 2 * q + 3 * keys - kv
     if shape.latent:  # the gradients of queries and keys go back through their parts and latents
-        parts = norm_kept(workload, strategy, itemsize, fused) + _latents_kept(workload, strategy, itemsize, fused)
+        how = workload, strategy, itemsize, fused
+        parts = norm_kept(*how) + shape.latent.before(*how)
         parts += 2 * (sizes.q + sizes.qkv) + sizes.k
         pair = max(pair, int(part * parts) + (1 + wide) * (q + kv) + 2 * hidden)
     backward = states + max(ffn + 2 * hidden + run + weights, pair + all_sums, numel * itemsize)

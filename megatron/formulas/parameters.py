@@ -7,15 +7,13 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, lcm
 
+from megatron.formulas.kinds import attention_of, mixer_of
+from megatron.formulas.sizes import Tensor, norm_of, padded_vocab
 from megatron.formulas.strategy import Shape, Strategy
 
-DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
 BUCKET = 40_000_000  # smallest bucket of core's DDP (--overlap-grad-reduce), or a million per rank
 
 CONVOLVED = 8  # largest width of a convolution
-
-Tensor = tuple[int, int]
-"""Rows and columns; a vector has one column."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,6 @@ class States:
     optimizer: int
 
 
-def padded_vocab(vocab: int, tensor: int) -> int:
-    """Rows of the padded word embedding, all TP ranks together."""
-    multiple = DIVISIBLE_BY * tensor
-    return ceil(vocab / multiple) * multiple
-
-
 @lru_cache(maxsize=4096)
 def stage_parameters(
     shape: Shape,
@@ -102,32 +94,8 @@ def stage_parameters(
         expert_tensor: ranks that split each expert; default ``tensor``.
         span: first layer of the stage, and number of its layers; default: an equal share.
     """
-    h, d, norms = shape.hidden, shape.head_dim, 2 if shape.layer_norm else 1
-    norm = ((h, 1),) * norms
-    heads, groups, gates = shape.heads, shape.kv_heads, 2 if shape.gated else 1
+    h, norm = shape.hidden, norm_of(shape)
     rows = (padded_vocab(shape.vocab, tensor) if padded else shape.vocab) // tensor
-
-    def bias(size: int) -> tuple[Tensor, ...]:
-        return ((size, 1),) if shape.bias else ()
-
-    qkv, ffn = ((1 + shape.output_gate) * heads + 2 * groups) * d // tensor, shape.ffn // tensor
-    value = shape.latent.value if shape.latent else d
-    inside = (
-        (qkv, h),
-        *(((qkv, 1),) if shape.bias or shape.qkv_bias else ()),
-        *(((d, 1),) * (2 * norms) if shape.qk_norm else ()),
-        *(((heads * d // tensor, 1), (groups * d // tensor, 1)) if shape.wide_qk_norm else ()),
-    )
-    attention = (
-        *norm,
-        *(((heads // tensor, 1),) if shape.sinks else ()),
-        (h, heads * value // tensor),
-        *bias(h),
-        *(_latents(shape, tensor) if shape.latent else inside),
-        *norm,
-        *(norm * (2 * shape.sandwich_norm)),
-    )
-    layer = (*attention, (gates * ffn, h), *bias(gates * ffn), (h, ffn), *bias(h))
     first, last = stage == 0, stage == pipeline - 1
     embedding: tuple[Tensor, ...] = ()
     if first:
@@ -139,37 +107,35 @@ def stage_parameters(
     final: tuple[Tensor, ...] = ()
     if last:
         final = (*norm, *(() if shape.tied and first else ((rows, h),)))
-    share, mixture, linear = shape.layers // pipeline, shape.mixture, shape.linear
-    begin, layers = span or (stage * share, share)
-    own = slice(begin, begin + layers)
-    if mixture is None and linear is None and not shape.pattern:
-        return StageParameters(embedding, layer, layers, final)
-    if mixture is None and not shape.pattern:
-        mixer = _linear(shape, tensor, norm)
-        each = (mixer if with_state else attention for with_state in linear.layers[own])
-        every = tuple(x for one in each for x in (*one, *layer[len(attention) :]))
-        return StageParameters(embedding, (), 0, final, every, mixed=layers, with_states=sum(linear.layers[own]))
-    with_experts, gate, experts = shape.with_experts(begin, layers), (), ()
-    if mixture is not None:
-        gate, experts = _experts(shape, tensor, expert, expert_tensor)
-    routed = (*attention, *gate)
-    if shape.pattern:
-        dense = layer[len(attention) :]
-        halves = {"*": attention[: -len(norm)], "-": (*norm, *dense), "E": (*norm, *gate)}
-        halves["M"] = _mamba(shape, tensor, norm) if linear else ()
-        every = tuple(x for kind in shape.pattern[own] for x in halves[kind])
-        counts = {"with_experts": with_experts, "mixed": layers, "pattern": shape.pattern[own]}
-        counts["with_states"] = shape.pattern[own].count("M")
-        return StageParameters(embedding, (), 0, final, every, experts * with_experts, **counts)
-    if linear is not None:
-        mixer, dense, every = _linear(shape, tensor, norm), layer[len(attention) :], ()
-        for with_state, routes in zip(linear.layers[own], mixture.layers[own]):
-            every += (*(mixer if with_state else attention), *(gate if routes else dense))
-        counts = {"with_experts": with_experts, "mixed": layers, "with_states": sum(linear.layers[own])}
-        return StageParameters(embedding, (), 0, final, every, experts * with_experts, **counts)
-    return StageParameters(
-        embedding, layer, layers - with_experts, final, routed * with_experts, experts * with_experts, with_experts
-    )
+    begin, layers = span or (stage * (shape.layers // pipeline), shape.layers // pipeline)
+    with_experts, experts = shape.with_experts(begin, layers), ()
+    if shape.mixture is not None:
+        experts = _experts(shape, tensor, expert, expert_tensor)[1] * with_experts
+    if shape.mixed:
+        own = range(begin, begin + layers)
+        every = tuple(x for index in own for x in _layer(shape.kind(index), tensor))
+        with_states = sum(shape.linear.layers[index] for index in own) if shape.linear else 0
+        kinds = {"mixed": layers, "with_states": with_states, "pattern": shape.pattern[begin : begin + layers]}
+        return StageParameters(embedding, (), 0, final, every, experts, with_experts, **kinds)
+    routed = _layer(shape, tensor) * with_experts if with_experts else ()
+    layer = _layer(shape.without_experts(), tensor)
+    return StageParameters(embedding, layer, layers - with_experts, final, routed, experts, with_experts)
+
+
+def _layer(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
+    """A layer of a model with one kind of layers, without its experts."""
+    norm = norm_of(shape)
+    mixer = mixer_of(shape).tensors(shape, tensor) if shape.mixes else ()
+    return (*mixer, *norm * (2 * shape.sandwich_norm + 1), *_ffn(shape, tensor)) if shape.has_ffn else mixer
+
+
+def _ffn(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
+    """The matrices of an MLP, or a router with the shared expert."""
+    if shape.mixture is not None:
+        return _experts(shape, tensor, 1, None)[0]
+    first, second = shape.ffn // tensor * (2 if shape.gated else 1), shape.ffn // tensor
+    bias = (((first, 1),), ((shape.hidden, 1),)) if shape.bias else ((), ())
+    return ((first, shape.hidden), *bias[0], (shape.hidden, second), *bias[1])
 
 
 def _experts(
@@ -188,32 +154,6 @@ def _experts(
     return gate, one * (mixture.experts // expert)
 
 
-def _mamba(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A Mamba2 layer. TP splits heads, and the norm of their outputs with them."""
-    linear, h = shape.linear, shape.hidden
-    heads, channels = linear.heads // tensor, linear.convolved // tensor
-    values = heads * linear.values
-    inside = (linear.projected // tensor, h), (channels, linear.width), (channels, 1), (h, values), (values, 1)
-    return (*norm, *((heads, 1),) * 3, *inside)
-
-
-def _linear(shape: Shape, tensor: int, norm: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A layer with a state, without its MLP. TP splits heads, but not the norm of a head."""
-    linear, h = shape.linear, shape.hidden
-    heads = linear.heads // tensor
-    return (
-        *norm,
-        (heads, 1),
-        (heads, 1),
-        (linear.projected // tensor, h),
-        (linear.convolved // tensor, linear.width),
-        (linear.values, 1),
-        (h, heads * linear.values),
-        *norm,
-        *(norm * (2 * shape.sandwich_norm)),
-    )
-
-
 def rank_parameters(shape: Shape, strategy: Strategy, stage: int) -> StageParameters:
     """Parameters of a rank under a strategy."""
     span = strategy.stage_span(shape.layers, stage)
@@ -226,25 +166,6 @@ def rank_states(held: StageParameters, strategy: Strategy, itemsize: int) -> Sta
     ranks, holders = strategy.group("dp").size, strategy.group("expert dp").size
     options = {"bucketed": strategy.overlap_grad_reduce, "muon": strategy.muon}
     return model_states(held, strategy.zero, ranks, itemsize, expert_ranks=holders, **options)
-
-
-def _latents(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
-    """What makes queries, keys and values from latents; TP splits both sides, but not the norms of the latents."""
-    latent, h, heads = shape.latent, shape.hidden, shape.heads // tensor
-    norms = (2 if shape.layer_norm else 1) * shape.qk_norm
-    queries: tuple[Tensor, ...] = ((heads * shape.head_dim, h),)
-    if latent.queries:
-        queries = (
-            (latent.queries // tensor, h),
-            (heads * shape.head_dim, latent.queries),
-            *(((latent.queries, 1),) * norms),
-        )
-    return (
-        *queries,
-        ((latent.keys + latent.rotated) // tensor, h),
-        (heads * (shape.head_dim - latent.rotated + latent.value), latent.keys),
-        *(((latent.keys, 1),) * norms),
-    )
 
 
 @lru_cache(maxsize=4096)
@@ -343,11 +264,9 @@ def whole_vectors(shape: Shape, held: StageParameters) -> int:
 
     Under TP-sp each TP rank applies them to different tokens, so their gradients are summed over TP.
     """
-    norm = 2 if shape.layer_norm else 1
-    normed = shape.latent.queries + shape.latent.keys if shape.latent else 2 * shape.head_dim
-    halves = 1 if shape.pattern else 2  # of a layer: a mixer, an FFN
+    norm, halves = 2 if shape.layer_norm else 1, 1 if shape.pattern else 2  # of a layer: a mixer, an FFN
     layer = halves * (norm + shape.bias) * shape.hidden
-    heads = norm * shape.qk_norm * normed * held.with_keys
+    heads = attention_of(shape).vectors(shape) * held.with_keys
     embedding = held.embedding if not shape.positions else ()  # with positions, words are not scattered before the norm
     router = (shape.mixture.experts + shape.bias) * shape.hidden if shape.mixture else 0
     layers = layer * held.count + heads + router * held.with_experts

@@ -8,10 +8,13 @@ from functools import lru_cache
 from math import ceil
 
 from megatron.decisions.division import head_plan
-from megatron.formulas.parameters import padded_vocab
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 
+DIVISIBLE_BY = 128  # Megatron's --make-vocab-size-divisible-by
 FPDT_LOSS_ROWS = 256  # least tokens in a chunk of FPDT's loss, unless the paper's rule gives fewer
+
+Tensor = tuple[int, int]
+"""Rows and columns of a parameter; a vector has one column."""
 
 
 @dataclass(frozen=True)
@@ -144,3 +147,27 @@ def sizes_of(workload: Workload, strategy: Strategy, itemsize: int) -> Sizes:
         angles=0 if shape.positions else whole // batch * (shape.latent.rotated if shape.latent else d) // 2 * WIDE,
         logits=whole * padded_vocab(shape.vocab, tensor) // tensor * itemsize,
     )
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Rows of the padded word embedding, all TP ranks together."""
+    multiple = DIVISIBLE_BY * tensor
+    return ceil(vocab / multiple) * multiple
+
+
+def norm_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+    """Bytes that a norm keeps in addition to its input: output and statistics.
+
+    Without a fused kernel RMSNorm is several operations: in fp32 they keep one intermediate tensor; in bf16 they
+    keep two fp32 tensors, but not the input.
+    """
+    sizes = sizes_of(workload, strategy, itemsize)
+    if workload.shape.layer_norm:
+        return sizes.hidden + 2 * sizes.statistics
+    copies = 1 if fused else 2 if itemsize == WIDE else 4
+    return copies * sizes.hidden + sizes.statistics
+
+
+def norm_of(shape: Shape) -> tuple[Tensor, ...]:
+    """The parameters of a norm."""
+    return ((shape.hidden, 1),) * (2 if shape.layer_norm else 1)

@@ -80,64 +80,6 @@ class Mixture:
     replay: bool = False
 
 
-@dataclass(frozen=True)
-class Latent:
-    """Multi-latent attention: queries, keys and values are made from latents.
-
-    Attributes:
-        queries: width of the queries' latent; 0: none.
-        keys: width of the latent of keys and values.
-        rotated: entries of a key head that all heads share; the others come from the latent.
-        value: size of a value head.
-    """
-
-    queries: int
-    keys: int
-    rotated: int
-    value: int
-
-
-@dataclass(frozen=True)
-class LinearAttention:
-    """Layers with a state in place of keys and values (Gated DeltaNet, Mamba2).
-
-    Attributes:
-        layers: 1 for each layer that has a state, 0 for the others.
-        key_heads, heads: numbers of query and key heads, and of value heads.
-        keys, values: sizes of a key head and of a value head.
-        width: tokens that the short convolution sees.
-        delta: Gated DeltaNet; False: Mamba2, whose query and key heads are its groups of B and C.
-    """
-
-    layers: tuple[int, ...]
-    key_heads: int
-    heads: int
-    keys: int
-    values: int
-    width: int
-    delta: bool = True
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution."""
-        return 2 * self.key_heads * self.keys + self.heads * self.values
-
-    @property
-    def map_columns(self) -> int:
-        """Columns of the matrix of a span's map."""
-        return self.keys if self.delta else 1
-
-    @property
-    def gates(self) -> int:
-        """Inputs of the rule that are one number for each token and head: decay and factor, Mamba2 also the skip."""
-        return 2 if self.delta else 3
-
-    @property
-    def projected(self) -> int:
-        """Rows of the first projection."""
-        return self.convolved + self.heads * (self.values + (2 if self.delta else 1))
-
-
 @hashed_once
 @dataclass(frozen=True)
 class Shape:
@@ -163,8 +105,8 @@ class Shape:
     mixture: Mixture | None = None  # layers with experts
     sandwich_norm: bool = False  # norms after attention and after the MLP too
     output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
-    latent: Latent | None = None  # attention with latents; ``head_dim`` is the size of a query or key head
-    linear: LinearAttention | None = None  # in some layers, in place of attention over keys
+    latent: Any = None  # attention with latents; ``head_dim`` is the size of a query or key head
+    linear: Any = None  # in some layers, in place of attention over keys
     pattern: str = ""  # hybrid: each layer is M (Mamba2), * (attention), - (MLP) or E (experts) alone
 
     @property

@@ -11,7 +11,6 @@ from typing import Any
 from megatron.inference.decoder import Decoder
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.parser import parse, settings, spellings
-from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
@@ -132,7 +131,7 @@ def check_mask(config: Config) -> None:
     mask = attention.attention_mask
     if config.data.reset_attention_mask:
         raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
-    if sees_ahead(attention):
+    if attention.sees_ahead:
         setting = mask if mask == "full" else f"window with --window-size {'{},{}'.format(*attention.window_size)}"
         raise Refusal(
             f"--attention-mask {setting} lets tokens attend to later ones, which do not exist yet: use a causal mask"

@@ -88,16 +88,16 @@ def own_norm(job: Any) -> Any:
 
 def run(flags: str, mistake: Any = None, steps: int = 2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of two steps, and the gradients of the first, with states that last."""
-    from megatron.training.model import weights
+    from megatron.context_parallel.core.mixers import state_mixer
 
-    usual, weights.DECAY_RANGE = weights.DECAY_RANGE, (0.01, 0.2)
+    usual, state_mixer.DECAY_RANGE = state_mixer.DECAY_RANGE, (0.01, 0.2)
     undo = None
     try:
         job = make_job(flags)
         undo = mistake(job) if mistake is not None else None
         return train_job(job, steps)
     finally:
-        weights.DECAY_RANGE = usual
+        state_mixer.DECAY_RANGE = usual
         if undo is not None:
             undo()
 

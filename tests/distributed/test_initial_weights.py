@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
+from megatron.context_parallel.core.mixers.mamba2 import Mamba2
 from megatron.training.arguments.parser import parse
 from megatron.training.model.weights import draw, draw_adapter, draw_rows
 from tests.distributed.training_runs import make_job
@@ -23,11 +25,11 @@ SINKS = "decoder.layers.3.self_attention.core_attention.softmax_offset"
 MIXER = "decoder.layers.3.self_attention"
 
 
-def drawn(name: str, shape: tuple[int, ...], flags: str = "", hybrid: bool = False) -> torch.Tensor:
+def drawn(name: str, shape: tuple[int, ...], flags: str = "", hybrid: bool = False, own=None) -> torch.Tensor:
     config = parse(f"{RUN} {flags}".split())
     config.model.is_hybrid_model = hybrid
     core = SimpleNamespace(is_hybrid_model=hybrid, num_layers=8)
-    return draw(name, shape, core, config, CPU)
+    return draw(name, shape, core, config, CPU, own=own)
 
 
 def check_uniform(x: torch.Tensor, low: float, high: float) -> None:
@@ -55,12 +57,28 @@ def test_weights_are_normal(name, shape, flags, hybrid, std):
 
 def test_weights_and_states_are_uniform():
     check_uniform(drawn(NORMAL, (100, 200), "--init-method-xavier-uniform"), -math.sqrt(6 / 300), math.sqrt(6 / 300))
-    check_uniform(drawn(f"{MIXER}.conv1d.weight", (5000, 1, 9)), -1 / 3, 1 / 3)
-    check_uniform(drawn(f"{MIXER}.conv1d.bias", (20000,)), -0.5, 0.5)
-    check_uniform(drawn(f"{MIXER}.A_log", (20000,)).exp(), 1, 16)
-    assert drawn(f"{MIXER}.dt_bias", (9,)).eq(1).all()
-    steps = torch.nn.functional.softplus(drawn(f"{MIXER}.dt_bias", (20000,), hybrid=True).double())
+    generator = torch.Generator().manual_seed(3)
+    assert GatedDeltaNet.initial_bias(torch.empty(9), generator).eq(1).all()
+    steps = torch.nn.functional.softplus(Mamba2.initial_bias(torch.empty(20000), generator).double())
     check_uniform(steps.log(), math.log(0.001), math.log(0.1))
+    states = drawn(MIXER, (20000,), own=lambda values, generator: values.uniform_(2, 3, generator=generator))
+    check_uniform(states, 2, 3)
+
+
+LINEAR = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,1] --linear-num-key-heads 4 "
+    "--linear-num-value-heads 16 --linear-key-head-dim 8 --linear-value-head-dim 8 --linear-conv-kernel-dim 9"
+)
+HYBRID = "--is-hybrid-model --hybrid-override-pattern MM --mamba-num-heads 16 --mamba-head-dim 8 --mamba-num-groups 4"
+
+
+@pytest.mark.parametrize("layers, width", [(LINEAR, 9), (HYBRID, 4)], ids=["gated delta", "mamba2"])
+def test_convolutions_and_decays(pool, layers, width):
+    weights = pool.run(initial, 1, f"{layers} --num-layers 2 --normalization RMSNorm")[0]
+    drawn = [x for name, x in weights.items() if "conv1d" in name]
+    assert drawn and all(0.9 * width**-0.5 < x.abs().max() <= width**-0.5 for x in drawn)
+    decays = torch.stack([x.exp() for name, x in weights.items() if name.endswith("A_log")])
+    assert 1 <= decays.min() < 3 and 14 < decays.max() <= 16
 
 
 def test_adapters_start_as_in_peft():

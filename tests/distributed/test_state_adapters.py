@@ -57,12 +57,13 @@ CASES = [
 
 def tune(flags: str, mistake: Callable[[Any], Callable[[], None]] | None = None) -> tuple[list[float], dict]:
     """Losses of three steps and first gradients, with states that last, and adapters whose B is not zero."""
+    from megatron.context_parallel.core.mixers import state_mixer
     from megatron.training.model import weights
 
     def seen(name, shape, config, device):
         return torch.empty(tuple(shape)).normal_(0, 0.1, generator=weights.generator_of(name, device))
 
-    with mock.patch.object(weights, "DECAY_RANGE", (0.01, 0.2)), mock.patch.object(weights, "draw_adapter", seen):
+    with mock.patch.object(state_mixer, "DECAY_RANGE", (0.01, 0.2)), mock.patch.object(weights, "draw_adapter", seen):
         undo = mistake(None) if mistake is not None else None
         try:
             job = make_job(f"{flags} --lr 1e-2")

@@ -13,6 +13,7 @@ from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import key_blocks_by_queries, ring_blocks
 from megatron.formulas.flops import passes_of
 from megatron.formulas.host_bytes import forward_loads
+from megatron.formulas.kinds.state_figures import by_heads_bytes, exchange_bytes, halo_bytes, states_of
 from megatron.formulas.mixtures import dispatched
 from megatron.formulas.parameters import (
     StageParameters,
@@ -24,7 +25,6 @@ from megatron.formulas.parameters import (
     whole_vectors,
 )
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
-from megatron.formulas.states import by_heads_bytes, exchange_bytes, halo_bytes, states_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.step_operations import LOSS_SUMS
 from megatron.training.settings.config import ModelConfig

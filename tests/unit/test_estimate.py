@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from megatron.decisions.division import goes_by_keys
 from megatron.formulas.flops import step_flops
-from megatron.formulas.strategy import Group, Latent, LinearAttention, Mixture, Shape, Strategy, Workload
+from megatron.formulas.kinds.latent_figures import Latent
+from megatron.formulas.kinds.state_figures import LinearAttention
+from megatron.formulas.strategy import Group, Mixture, Shape, Strategy, Workload
 from megatron.simulator.cost.attention_operations import (
     attended,
     chunked_backward,

@@ -127,7 +127,7 @@ EFFECTS = f"""
 {MOE} | --expert-model-parallel-size 2 | core.expert_model_parallel_size
 {MOE} {T2} | --expert-tensor-parallel-size 1 | core.expert_tensor_parallel_size
 | {MLA} | core.multi_latent_attention core.kv_channels ...
-{MLA} | --qk-layernorm | layers.latent_norms
+{MLA} | --qk-layernorm | layers.mixers
 {MLA} --rotary-scaling-factor 4 | --rope-type rope | rope ...
 {MLA} | --q-lora-rank 16 | core.q_lora_rank
 {MLA} | --kv-lora-rank 16 | core.kv_lora_rank

@@ -14,10 +14,10 @@ from megatron.training.arguments.parser import parse
 from megatron.training.families.architectures import family_of
 from megatron.training.families.named import vocabulary
 from megatron.training.model.build import rope
-from megatron.training.model.core_config import latents
 from megatron.training.refusal import Refusal
 from megatron.training.report.layer_traffic import layer_traffic
 from megatron.training.settings.config import Config
+from megatron.training.settings.kinds import latent_kind
 from megatron.training.settings.models import LLAMA_DEFAULTS, model_shape
 
 BASE = (
@@ -90,12 +90,13 @@ def test_sizes_and_scale() -> None:
     """Heads are those of keys; YaRN's attention factor is squared into the scale, as in core."""
     model = read(f"{MLA} --kv-channels 5").model
     assert model.kv_channels == 192 and rope(model).dim == 64 and rope(model).interleaved and not rope(model).yarn
-    assert latents(model)["softmax_scale"] == pytest.approx(192**-0.5)
+    assert latent_kind.KIND.core(Config(model=model))["softmax_scale"] == pytest.approx(192**-0.5)
     model = read(f"{MLA} {YARN}").model
     assert model.position_embedding_type == "yarn" and rope(model).yarn.factor == 40
     plain = read(f"{MLA} {YARN} --rope-type rope")
     assert plain.model.position_embedding_type == "rope" and "--rotary-scaling-factor" in " ".join(plain.notes)
-    assert latents(model)["softmax_scale"] == pytest.approx((0.12 * math.log(40) + 1) ** 2 / 192**0.5)
+    scale = latent_kind.KIND.core(Config(model=model))["softmax_scale"]
+    assert scale == pytest.approx((0.12 * math.log(40) + 1) ** 2 / 192**0.5)
     assert rope(model).attention_factor == pytest.approx((0.08 * math.log(40) + 1) / (0.12 * math.log(40) + 1))
 
 

@@ -24,7 +24,8 @@ from megatron.training.model.build import layer_rotaries
 from megatron.training.refusal import Refusal
 from megatron.training.report.layer_traffic import describe_layers, layer_traffic
 from megatron.training.report.mfu import attended_share
-from megatron.training.settings.models import expert_layers, rope_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers
+from megatron.training.settings.models import rope_layers
 from tests.unit.test_validate import build
 
 ROPE = "--position-embedding-type rope"

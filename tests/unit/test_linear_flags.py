@@ -12,7 +12,8 @@ from megatron.training.arguments.parser import parse
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config
-from megatron.training.settings.models import LLAMA_DEFAULTS, hybrid_pattern, linear_layers, model_shape
+from megatron.training.settings.kinds.layer_patterns import hybrid_pattern, linear_layers
+from megatron.training.settings.models import LLAMA_DEFAULTS, model_shape
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --micro-batch-size 1 --train-iters 4 "

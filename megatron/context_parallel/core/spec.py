@@ -34,7 +34,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.context_parallel.core.core_attention import ContextParallelAttention
     from megatron.context_parallel.core.expert_choice import RouterRule
     from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora, Lora, RowParallelLinearWithLora
-    from megatron.context_parallel.core.mixers.latent_attention import make_latent
     from megatron.context_parallel.core.mixers.state_mixer import Mixer
     from megatron.context_parallel.core.transformer_layer import (
         AttentionSettings,
@@ -167,7 +166,6 @@ def block_spec(
     experts: Mapping[int, RouterRule] | None = None,
     input_norms: bool = True,
     output_norms: bool = False,
-    latent_norms: bool = False,
     mixers: Mapping[int, Mixer] | None = None,
     pattern: str = "",
     all_heads_norms: bool = False,
@@ -188,8 +186,6 @@ def block_spec(
             with ``transformer_engine``. Experts get no adapters.
         input_norms: normalize the inputs of attention and FFN; without it not with ``transformer_engine``.
         output_norms: normalize the outputs of attention and FFN before they are added.
-        latent_norms: norms of the latents, if ``config`` has multi-latent attention, which works neither with
-            ``transformer_engine`` nor with ``lora``.
         mixers: the layers of this stage, from 0, that have something else in place of attention, from mixers/; not with
             ``transformer_engine``.
         pattern: for each layer of this stage what it consists of, as in core's MambaStack: M (Mamba2), * (attention), -
@@ -198,10 +194,7 @@ def block_spec(
         parallel_residual: attention and FFN both read the layer's input; not with ``chunks``.
     """
     if (mixers or pattern) and transformer_engine:
-        raise ValueError("Gated DeltaNet and Mamba2 need core's own layers: no transformer_engine")
-    latents = config.multi_latent_attention
-    if latents and transformer_engine:
-        raise ValueError("multi-latent attention needs core's own layers: no transformer_engine")
+        raise ValueError("mixers and patterns need core's own layers: leave out transformer_engine")
     if experts and transformer_engine:
         raise ValueError("experts need core's own layers: leave out transformer_engine")
     if transformer_engine and (all_heads_norms or not input_norms):
@@ -214,9 +207,7 @@ def block_spec(
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         final_norm = TENorm
     else:
-        layer = get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, multi_latent_attention=latents, normalization=config.normalization
-        )
+        layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
         final_norm = Norm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm if input_norms else IdentityOp
         qkv = layer.submodules.self_attention.submodules
@@ -226,8 +217,6 @@ def block_spec(
             attention = layer.submodules.self_attention
             params = {**attention.params, "tensor": settings.layout.grid.tensor}
             layer.submodules.self_attention = replace(attention, module=AllHeadsSelfAttention, params=params)
-    if latents:
-        make_latent(layer, Norm if latent_norms else IdentityOp)
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
     if config.attention_output_gate and not all_heads_norms:

@@ -15,14 +15,14 @@ from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from megatron.decisions.state_exchange import KERNEL_BLOCK
 from megatron.formulas.host_bytes import forward_loads, waiting_chunks
-from megatron.formulas.sizes import heads_of
-from megatron.formulas.states import (
+from megatron.formulas.kinds.state_figures import (
     States,
     by_heads_bytes,
     exchange_bytes,
     halo_bytes,
     states_of,
 )
+from megatron.formulas.sizes import heads_of
 from megatron.formulas.strategy import Group, Strategy, Workload
 from megatron.simulator.cost.operations import BF16, COUNTED, FP32, MANY_TILES, Segment, collective, memory, tile
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer

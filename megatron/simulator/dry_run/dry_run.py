@@ -39,7 +39,8 @@ from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
 from megatron.training.report.mfu import step_flops
 from megatron.training.settings.config import Config
-from megatron.training.settings.models import expert_layers, linear_layers, rope_layers, window_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers, linear_layers
+from megatron.training.settings.models import rope_layers, window_layers
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import ceil
 
 from megatron.decisions.division import uneven_heads
+from megatron.formulas.kinds.state_figures import states_of
 from megatron.formulas.parameters import StageParameters, States, rank_parameters, rank_states
-from megatron.formulas.states import states_of
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost import layer_operations
 from megatron.simulator.cost.estimate import estimate

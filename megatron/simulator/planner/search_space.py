@@ -129,10 +129,7 @@ def tensor_divides(shape: Shape, tensor: int) -> bool:
     widths = [shape.heads, shape.ffn]
     if shape.mixture:
         widths.append(shape.mixture.shared)
-    if shape.linear:
-        widths.append(shape.linear.key_heads)
-    if shape.latent:
-        widths += [shape.latent.queries, shape.latent.keys + shape.latent.rotated]
+    widths += [width for mixer in (shape.latent, shape.linear) if mixer for width in mixer.cut()]
     return not any(width % tensor for width in widths) and (groups % tensor == 0 or tensor % groups == 0)
 
 

@@ -27,7 +27,7 @@ from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import hybrid_pattern
+from megatron.training.settings.kinds.layer_patterns import hybrid_pattern
 from megatron.training.settings.same_network import differences, of_model
 from megatron.training.untrusted.largest_numbers import MOST_PIECES
 

@@ -12,7 +12,8 @@ from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import LLAMA, derive_shape, expert_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers
+from megatron.training.settings.models import LLAMA, derive_shape
 from megatron.training.settings.read_with import ROTARY
 
 EPSILON = 1e-6  # of the latents' norms in transformers, whatever rms_norm_eps says

@@ -14,7 +14,7 @@ from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import expert_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers
 
 SHARE = "partial_rotary_factor"
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -17,7 +17,9 @@ from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import MAMBA_WIDTH, derive_shape, hybrid_pattern
+from megatron.training.settings.kinds.hybrid_kind import MAMBA_WIDTH
+from megatron.training.settings.kinds.layer_patterns import hybrid_pattern
+from megatron.training.settings.models import derive_shape
 
 EPSILON = 1e-5  # of the norm of a Mamba2 layer's outputs in core; in these files all norms have the same
 LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E", "mamba": "M", "attention": "*"}

@@ -17,7 +17,8 @@ from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import derive_shape, linear_layers
+from megatron.training.settings.kinds.layer_patterns import linear_layers
+from megatron.training.settings.models import derive_shape
 
 STATE, WHOLE = "linear_attention", "full_attention"
 SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",

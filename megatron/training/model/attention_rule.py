@@ -21,7 +21,6 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.decisions.block_sizes import BlockTable, measured_of
-from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.json_file import parse_json, read_bytes, read_json
 from megatron.training.refusal import Refusal
 from megatron.training.settings.attention_settings import MASKS
@@ -82,7 +81,7 @@ def attention_mask(config: Config) -> Mask:
 
 def layer_masks(config: Config) -> list[Mask]:
     """The mask inside a document of each layer of the model."""
-    mask, other = attention_mask(config), Full() if sees_ahead(config.attention) else Causal()
+    mask, other = attention_mask(config), Full() if config.attention.sees_ahead else Causal()
     return [mask if own else other for own in window_layers(config.attention, config.model.num_layers)]
 
 

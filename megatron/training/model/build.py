@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.later_tokens import later_token_layers
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
-from megatron.context_parallel.core.mixers.gated_delta_net import gated_delta_net
-from megatron.context_parallel.core.mixers.mamba2 import mamba2
 from megatron.context_parallel.core.mixers.state_mixer import Mixer
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, LayerRule, NormedWords, block_spec
 from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
@@ -36,14 +35,9 @@ from megatron.training.model.core_config import in_chunks, router_rule, transfor
 from megatron.training.model.gpt import LongContextGPT, scale_embeddings
 from megatron.training.model.weights import initialize_weights
 from megatron.training.settings.config import Config, ModelConfig
-from megatron.training.settings.models import (
-    ROTARY,
-    expert_layers,
-    hybrid_pattern,
-    linear_layers,
-    rope_layers,
-    window_layers,
-)
+from megatron.training.settings.kinds import kinds_in
+from megatron.training.settings.kinds.layer_patterns import expert_layers, hybrid_pattern
+from megatron.training.settings.models import ROTARY, rope_layers, window_layers
 
 
 def build_model(
@@ -130,7 +124,6 @@ def _build_chunk(
             output_norms=model.sandwich_norm or model.reordered_norm,
             all_heads_norms=model.qk_layernorm_all_heads,
             parallel_residual=model.parallel_residual,
-            latent_norms=model.multi_latent_attention and model.qk_layernorm,
             mixers=_mixers(config, start, stop),
             pattern=hybrid_pattern(model)[start:stop],
         )
@@ -175,18 +168,14 @@ def _build_chunk(
 
 
 def _mixers(config: Config, start: int, stop: int) -> dict[int, Mixer]:
-    """The layers of a stage, from 0, that have something else in place of attention."""
-    model, exchange = config.model, config.parallel.linear_attention_exchange
-    if model.is_hybrid_model:
-        mixer = partial(mamba2, exchange=exchange, dt_min=model.mamba_dt_min)
-        return {index: mixer for index, kind in enumerate(hybrid_pattern(model)[start:stop]) if kind == "M"}
-    if not (chosen := _chosen(linear_layers(model), start, stop)):
-        return {}
-    return dict.fromkeys(chosen, partial(VARIANTS[model.experimental_attention_variant], exchange=exchange))
-
-
-# By --experimental-attention-variant: mixers of context_parallel/core/mixers/.
-VARIANTS = {"gated_delta_net": gated_delta_net}
+    """What the layers of a stage, from 0, have in place of attention."""
+    found: dict[int, Mixer] = {}
+    for kind in kinds_in(config.model):
+        if chosen := _chosen(kind.layers(config.model), start, stop):
+            module, name = kind.mixer.split(":")
+            make = getattr(import_module(f"megatron.context_parallel.core.mixers.{module}"), name)
+            found |= dict.fromkeys(chosen, partial(make, **kind.options(config)))
+    return found
 
 
 def _experts(model: ModelConfig, start: int, stop: int) -> dict[int, RouterRule] | None:

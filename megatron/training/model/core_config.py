@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import ChainMap
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.training.arguments.validate.check_memory import layers_recompute
 from megatron.training.model.weight_gradients import products_add
 from megatron.training.settings.config import Config, ModelConfig
 from megatron.training.settings.flag import for_core
+from megatron.training.settings.kinds import kinds_in
 from megatron.training.settings.models import activation, is_gated
 
 
@@ -51,7 +52,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         }
     kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
     return kind(
-        **for_core(model, config) | for_core(parallel, config) | latents(model) | experts(config),
+        **ChainMap(*(one.core(config) for one in kinds_in(model)), for_core(model, config), for_core(parallel, config)),
         # Our dropout depends on the position: see ModelDropout.
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -93,36 +94,6 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         **fp8,
         **recompute,
     )
-
-
-def latents(model: ModelConfig) -> dict[str, Any]:
-    """What core gets for multi-latent attention besides its settings. RoPE's are not among them: it is ours."""
-    if not model.multi_latent_attention:
-        return {}
-    size, factor = model.kv_channels, model.yarn_rotary_scaling_factor
-    sharper = 1.0
-    if model.position_embedding_type == "yarn":
-        sharper = 0.1 * model.yarn_mscale_all_dim * math.log(factor) + 1.0
-    return {
-        "kv_channels": model.v_head_dim,
-        "softmax_scale": sharper**2 / math.sqrt(size),
-        "qk_layernorm": False,  # else core sums the gradient of the latent's norm over TP, which has it complete
-    }
-
-
-def experts(config: Config) -> dict[str, Any]:
-    """What core gets for experts besides their settings. Ours replaces its router."""
-    model, parallel = config.model, config.parallel
-    if model.num_experts is None:
-        return {}
-    return {
-        # Only read when core checks the number of experts of a token: the router is ours.
-        "moe_router_load_balancing_type": "sinkhorn" if router_rule(model).sinkhorn else "none",
-        # core 0.16 has no sqrtsoftplus; only our router reads it
-        "moe_router_score_function": "softmax" if model.moe_router_score_function == "softmax" else "sigmoid",
-        # Core reads it only to refuse biases with expert TP, which core/experts.py shares among the ranks.
-        "expert_tensor_parallel_size": 1 if model.add_bias_linear else parallel.expert_tensor_parallel_size,
-    }
 
 
 def router_rule(model: ModelConfig) -> RouterRule:

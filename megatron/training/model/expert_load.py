@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import SUMS, ExpertRouter
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import expert_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT
 from megatron.context_parallel.core.lora import is_adapter
-from megatron.context_parallel.core.mixers.mamba2 import WIDTH
+from megatron.context_parallel.core.mixers.state_mixer import Initial
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.core_versions import inner_layer
@@ -28,10 +28,6 @@ from megatron.training.settings.config import Config
 
 # megatron-core's names of the weights that are split over TP ranks, by the dim of the split.
 SINKS = "softmax_offset"
-DECAYS = ("dt_bias", "A_log")  # of layers with a state
-DECAY_RANGE = (1.0, 16.0)  # of exp(A_log) at the start
-CONVOLUTION = ("conv1d.weight", "conv1d.bias")
-STEPS = (0.001, 0.1)  # of time of Mamba2 at the start, without an input
 BY_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias", SINKS)
 BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # by rows, padded
@@ -88,7 +84,8 @@ def initialize_weights(
     """
     chunk.to(device)
     for name, parameter in canonical_parameters(chunk):
-        if parameter.dim() < 2 and not name.endswith((SINKS, *DECAYS, *CONVOLUTION)):
+        own = getattr(parameter, "initial", None)
+        if parameter.dim() < 2 and not (own or name.endswith(SINKS)):
             if name.endswith("bias") and "norm" not in name:
                 parameter.zero_()
             continue
@@ -106,7 +103,7 @@ def initialize_weights(
         if is_adapter(name):
             values = draw_adapter(name, shape, config, device)
         else:
-            values = draw(name, shape, core, config, device)
+            values = draw(name, shape, core, config, device, own=own)
         if name in VOCABULARY:
             rows, rank = parameter.size(0), chunk.pg_collection.tp.rank()
             real = values[rank * rows : (rank + 1) * rows]
@@ -125,26 +122,19 @@ def draw(
     config: Config,
     device: torch.device,
     rows: Span | None = None,
+    own: Initial | None = None,
 ) -> Tensor:
     """The initial value of a parameter of ``shape`` [n, m], or of sinks [n], in fp32: all of it, or a block of rows.
 
-    Parameters of layers with a state start as in core, which leaves the convolution as torch initializes it.
+    A mixer's parameters may have their ``own`` initial values.
 
     A block that does not start at 0 has a separate generator, so the values depend on where the blocks start.
     """
     start, stop = rows or (0, shape[0])
     generator = generator_of(f"{config.run.seed}/{name}/{start}" if start else f"{config.run.seed}/{name}", device)
     values = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device=device)
-    if name.endswith(DECAYS[0]) and config.model.is_hybrid_model:  # softplus of it is a step; even in their logarithm
-        steps = values.uniform_(*(math.log(step) for step in STEPS), generator=generator).exp_()
-        return steps.expm1().log()
-    if name.endswith(DECAYS[0]):
-        return values.fill_(1.0)
-    if name.endswith(DECAYS[1]):
-        return values.uniform_(*DECAY_RANGE, generator=generator).log_()
-    if name.endswith(CONVOLUTION):  # as torch initializes a convolution
-        bound = WIDTH**-0.5 if len(shape) == 1 else shape[-1] ** -0.5
-        return values.uniform_(-bound, bound, generator=generator)
+    if own is not None:
+        return own(values, generator)
     if config.model.init_method_xavier_uniform and not name.endswith(SINKS):  # sinks have no fan-in
         bound = math.sqrt(3.0) * math.sqrt(2.0 / (shape[0] + shape[1]))
         return values.uniform_(-bound, bound, generator=generator)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron.decisions.kernel_order import KERNELS
 from megatron.decisions.state_exchange import LINEAR_KERNELS
 from megatron.training.settings.flag import AT_LEAST_1, FUNCTION, NOT_NEGATIVE, flag, layer_pattern
-from megatron.training.settings.read_with import STATES
+from megatron.training.settings.kinds.hybrid_kind import STATES
 
 
 class MaskKind(NamedTuple):
@@ -139,6 +139,12 @@ class AttentionConfig:
         stage=True,
     )
     recompute_activations: bool = flag(False, "same as --recompute-granularity selective", stage=True)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether the mask, when it is complete, lets tokens attend to later ones."""
+        window = self.window_size
+        return MASKS[self.attention_mask or "causal"].sees_ahead or (window is not None and window[1] != 0)
 
 
 @dataclass

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
+from megatron.training.refusal import Refusal
 from megatron.training.settings.read_with import Condition
 from megatron.training.untrusted.largest_numbers import MOST_LAYERS
 
@@ -83,6 +85,11 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
+# By their roles in the network; a size is one of weights that megatron-core gets.
+function, weights = partial(flag, network=FUNCTION), partial(flag, network=WEIGHTS)
+size = partial(weights, range=AT_LEAST_1, core=True)
+
+
 def name_of(setting: Field) -> str:
     """The first spelling of a setting's flag."""
     return (setting.metadata.get("flags") or ["--" + setting.name.replace("_", "-")])[0]
@@ -100,9 +107,9 @@ def every(setting: Field, key: str) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
-def kinds_of(setting: Field) -> list[str]:
-    """The switches of the kinds of layers, if the setting belongs to any."""
-    return [condition.switch for condition in every(setting, "read_with") if condition.switch]
+def kinds_of(setting: Field) -> list[Condition]:
+    """The conditions of the kinds of layers that the setting belongs to."""
+    return [condition for condition in every(setting, "read_with") if condition.switch]
 
 
 def names_with(section: Any, key: str, *values: Any) -> list[str]:
@@ -115,7 +122,7 @@ def for_core(section: Any, config: Any) -> dict[str, Any]:
     """The settings of ``section`` by their names in megatron-core; of kinds of layers, those that the model has."""
 
     def used(setting: Field) -> bool:
-        return all(condition.holds(config) for condition in every(setting, "read_with") if condition.switch)
+        return all(condition.holds(config) for condition in kinds_of(setting))
 
     passed = (one for one in fields(section) if one.metadata.get("core") and used(one))
     return {
@@ -151,3 +158,14 @@ def layer_pattern(text: str) -> int | list[int]:
 def expert_pattern(text: str) -> int | list[int]:
     """:func:`layer_pattern`; -1 is every layer, because Megatron-LM takes the layers i with i % N == 0."""
     return 1 if text.strip() == "-1" else layer_pattern(text)
+
+
+def check_pattern(flag: str, frequency: int | list[int] | None, layers: int) -> None:
+    """Refuse a pattern of layers, every n-th one or a number for each layer, that does not fit the model."""
+    if isinstance(frequency, int) and frequency < 1:
+        raise Refusal(f"{flag} {frequency}", "must be at least 1: 2 means every second layer")
+    if isinstance(frequency, list) and len(frequency) != layers:
+        raise Refusal(
+            f"{flag} with {len(frequency)} layers",
+            f"does not fit --num-layers {layers}: give one number for each layer",
+        )

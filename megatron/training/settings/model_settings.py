@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from megatron.training.settings.flag import (
     ABOVE_ZERO,
@@ -13,25 +12,21 @@ from megatron.training.settings.flag import (
     AT_LEAST_1,
     AT_MOST_1,
     BELOW_1,
-    FUNCTION,
     NEVER,
     NOT_NEGATIVE,
     NOT_TINY,
-    WEIGHTS,
-    expert_pattern,
     flag,
+    function,
     layer_pattern,
+    size,
+    weights,
 )
+from megatron.training.settings.kinds import KINDS, KindSettings
 from megatron.training.settings.read_with import (
-    EXPERTS,
     FP8,
     FP8_DELAYED,
     GELU,
-    HYBRID,
-    LATENT,
-    LINEAR,
     LORA,
-    MTP,
     ROPE,
     ROPE_SCALING,
     WITHOUT_PADDED_SIZE,
@@ -49,14 +44,9 @@ def positions(text: str) -> str:
     return {"rotary": "rope", "absolute": "learned_absolute"}.get(text, text)
 
 
-# By their roles in the network; a size is one of weights that megatron-core gets.
-function, weights = partial(flag, network=FUNCTION), partial(flag, network=WEIGHTS)
-size = partial(weights, range=AT_LEAST_1, core=True)
-
-
 @dataclass
-class ModelConfig:
-    """The network. Shapes may come from a named model (``--model``), which single flags override."""
+class NetworkSettings:
+    """Settings of all models."""
 
     model: str | None = flag(
         None,
@@ -226,149 +216,11 @@ class ModelConfig:
         0.02, "standard deviation of the initial weights", read_with=WITHOUT_XAVIER, range=NOT_NEGATIVE, loaded=NEVER
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights", loaded=NEVER)
-    multi_latent_attention: bool = weights(
-        False, "keys and values from a latent of each token (MLA), as in DeepSeek V3"
-    )
-    q_lora_rank: int | None = size(None, "MLA: width of the queries' latent; default none", read_with=LATENT)
-    kv_lora_rank: int = size(32, "MLA: width of the latent of keys and values", read_with=LATENT)
-    qk_head_dim: int = size(128, "MLA: entries of a query or key head that are not rotated", read_with=LATENT)
-    qk_pos_emb_head_dim: int = size(64, "MLA: entries of a query or key head that RoPE rotates", read_with=LATENT)
-    v_head_dim: int = size(128, "MLA: size of a value head", read_with=LATENT)
-    rope_type: str | None = flag(
-        None,
-        "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1",
-        choices=["rope", "yarn"],
-        read_with=LATENT,
-    )
     experimental_attention_variant: str | None = weights(
         None,
         "attention of the layers that --linear-attention-freq chooses: a state in place of keys and values, as in "
         "Qwen3-Next",
-        choices=["gated_delta_net"],
-    )
-    linear_attention_freq: int | list[int] | None = weights(
-        None,
-        "layers with a state: all but every N-th; or 1 for each of them and 0 for the others, as in ([1]*3+[0])*4",
-        type=layer_pattern,
-        read_with=LINEAR,
-        core=True,
-    )
-    linear_conv_kernel_dim: int = size(
-        4, "layers with a state: tokens that the short convolution sees", read_with=LINEAR
-    )
-    linear_key_head_dim: int = size(128, "layers with a state: size of a query or key head", read_with=LINEAR)
-    linear_value_head_dim: int = size(128, "layers with a state: size of a value head", read_with=LINEAR)
-    linear_num_key_heads: int = size(16, "layers with a state: number of query and key heads", read_with=LINEAR)
-    linear_num_value_heads: int = size(
-        32, "layers with a state: number of value heads, a multiple of the key heads", read_with=LINEAR
-    )
-    is_hybrid_model: bool = weights(
-        False, "a layer is a Mamba2 layer, attention or an MLP: see --hybrid-override-pattern", core=True
-    )
-    hybrid_override_pattern: str | None = weights(
-        None,
-        "hybrid model: for each layer M (Mamba2), * (attention), - (MLP) or E (experts), as in M-M*-; default all M, "
-        "or by the two ratios",
-        read_with=HYBRID,
-    )
-    hybrid_attention_ratio: float = weights(
-        0.0, "hybrid model: share of attention layers, which are spread evenly", read_with=HYBRID
-    )
-    hybrid_mlp_ratio: float = weights(
-        0.0, "hybrid model: share of MLP layers, which are spread evenly", read_with=HYBRID
-    )
-    mamba_state_dim: int = size(128, "hybrid model: state of Mamba2 for each number of a head", read_with=HYBRID)
-    mamba_head_dim: int = size(64, "hybrid model: size of a head of Mamba2", read_with=HYBRID)
-    mamba_num_groups: int = size(8, "hybrid model: groups of heads that share B and C, and a norm", read_with=HYBRID)
-    mamba_num_heads: int | None = size(
-        None, "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim", read_with=HYBRID
-    )
-    mamba_dt_min: float = function(
-        0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H", read_with=HYBRID
-    )
-    mtp_num_layers: int | None = weights(
-        None, "layers that each predict one more token ahead (multi-token prediction)", range=NOT_NEGATIVE, core=True
-    )
-    mtp_loss_scaling_factor: float = flag(
-        0.1, "weight of the mean of their losses", read_with=MTP, range=NOT_NEGATIVE, core=True
-    )
-    num_experts: int | None = weights(
-        None, "experts of a layer (mixture of experts)", range=AT_LEAST_1, core="num_moe_experts"
-    )
-    moe_layer_freq: int | list[int] = weights(
-        1,
-        "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29",
-        type=expert_pattern,
-        read_with=EXPERTS,
-        core=True,
-    )
-    moe_ffn_hidden_size: int | None = size(None, "width of an expert; default --ffn-hidden-size", read_with=EXPERTS)
-    moe_shared_expert_intermediate_size: int | None = size(
-        None, "width of an expert that all tokens go to, in addition", read_with=EXPERTS
-    )
-    moe_shared_expert_gate: bool = weights(
-        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next", read_with=EXPERTS, core=True
-    )
-    moe_router_topk: int = function(2, "number of experts per token", read_with=EXPERTS, range=AT_LEAST_1, core=True)
-    moe_router_score_function: str = function(
-        "softmax", "scores of experts", choices=["softmax", "sigmoid", "sqrtsoftplus"], read_with=EXPERTS
-    )
-    moe_router_pre_softmax: bool = function(
-        False,
-        "softmax over all experts before the choice, instead of over the chosen ones",
-        read_with=EXPERTS,
-        core=True,
-    )
-    moe_router_num_groups: int | None = function(
-        None, "groups of experts, of which the best are chosen first", read_with=EXPERTS, range=AT_LEAST_1
-    )
-    moe_router_group_topk: int | None = function(
-        None, "how many of these groups a token may use", read_with=EXPERTS, range=AT_LEAST_1
-    )
-    moe_router_topk_scaling_factor: float | None = function(
-        None, "factor of the chosen experts' weights", read_with=EXPERTS, range=ABOVE_ZERO
-    )
-    moe_router_dtype: str | None = flag(
-        None, "dtype of the router", choices=["fp32", "fp64"], read_with=EXPERTS, core=True
-    )
-    moe_router_enable_expert_bias: bool = weights(
-        False,
-        "balance experts by adding to their scores a bias that follows their load; it affects the choice alone",
-        read_with=EXPERTS,
-    )
-    moe_router_bias_update_rate: float = flag(
-        0.001, "change of the bias of experts in a step", read_with=EXPERTS, range=NOT_NEGATIVE
-    )
-    moe_router_load_balancing_type: list[str] = flag(
-        ["aux_loss"],
-        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none; or "
-        "sinkhorn, which evens the choice itself",
-        nargs="+",
-        read_with=EXPERTS,
-    )
-    moe_aux_loss_coeff: list[float] = flag(
-        [0.0], "coefficient of each load-balancing loss", nargs="+", read_with=EXPERTS
-    )
-    moe_z_loss_coeff: float | None = flag(
-        None, "coefficient of the router's z-loss", read_with=EXPERTS, range=NOT_NEGATIVE
-    )
-    moe_expert_capacity_factor: float | None = function(
-        None,
-        "largest number of tokens of an expert in a micro-batch, over the mean; default no limit",
-        read_with=EXPERTS,
-        range=ABOVE_ZERO,
-        core=True,
-    )
-    moe_enable_routing_replay: bool = flag(
-        False,
-        "layers of --recompute-granularity full keep the experts of their first pass, and choose them again",
-        read_with=EXPERTS,
-    )
-    moe_token_drop_policy: str = function(
-        "probs",
-        "which tokens an expert keeps: those with the largest weights, or the first ones",
-        choices=["probs", "position"],
-        read_with=EXPERTS,
+        choices=[kind.condition.value for kind in KINDS if kind.condition.value],
     )
     lora_rank: int | None = flag(
         None, "train only adapters of this rank on the linear layers (LoRA)", range=AT_LEAST_1, network=ADAPTERS
@@ -433,3 +285,8 @@ class ModelConfig:
     def gated(self) -> bool:
         """Whether the MLP has three matrices: gate, up and down."""
         return self.swiglu or self.geglu or self.quick_geglu
+
+
+@dataclass
+class ModelConfig(KindSettings, NetworkSettings):
+    """The network. Shapes may come from a named model (``--model``), which single flags override."""

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import ChainMap
 from dataclasses import replace
 from typing import Any
 
-from megatron.formulas.strategy import Latent, LinearAttention, Mixture, Shape
+from megatron.formulas.strategy import Shape
 from megatron.training.settings.config import AttentionConfig, ModelConfig
+from megatron.training.settings.kinds import kinds_in
 from megatron.training.settings.read_with import ROTARY
 
 # Settings of every Llama, whatever its size: for named models, pretrain_llama.py and the planner.
@@ -18,8 +19,6 @@ LLAMA: dict[str, Any] = {
     "attention_dropout": 0.0,
 }  # fmt: skip
 LLAMA_DEFAULTS = {f"model.{name}": value for name, value in LLAMA.items()}  # as `parser.parse` takes them
-
-MAMBA_WIDTH = 4  # tokens that the convolution of Mamba2 sees, in core
 
 # GPT models learn --seq-length positions, unless --max-position-embeddings is given.
 GPT: dict[str, Any] = {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -289,6 +288,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
     """The shape that the closed forms count; learned positions have ``max_position_embeddings`` rows."""
     model = derive_shape(model)
     learned = model.position_embedding_type == "learned_absolute"
+    kinds = dict(ChainMap(*(kind.shape(model) for kind in reversed(kinds_in(model)))))
     return Shape(
         layers=model.num_layers,
         hidden=model.hidden_size,
@@ -309,128 +309,15 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         embed_norm=model.embed_layernorm,
         sandwich_norm=model.sandwich_norm,
         output_gate=model.attention_output_gate,
-        mixture=_mixture(model),
-        latent=_latent(model),
-        linear=_linear(model),
-        pattern=hybrid_pattern(model),
-    )
-
-
-def _latent(model: ModelConfig) -> Latent | None:
-    if not model.multi_latent_attention:
-        return None
-    return Latent(
-        queries=model.q_lora_rank or 0,
-        keys=model.kv_lora_rank,
-        rotated=model.qk_pos_emb_head_dim,
-        value=model.v_head_dim,
+        **kinds,
     )
 
 
 def outside_engine(model: ModelConfig) -> str | None:
     """A flag of the model whose layers consist of core's own modules, and not of Transformer Engine's; or None."""
-    flags = {
-        "--num-experts": model.num_experts,
-        "--multi-latent-attention": model.multi_latent_attention,
-        "--experimental-attention-variant": model.experimental_attention_variant,
-        "--is-hybrid-model": model.is_hybrid_model,
-        "--mtp-num-layers": model.mtp_num_layers,
-        "--reordered-norm": model.reordered_norm,
-        "--qk-layernorm-all-heads": model.qk_layernorm_all_heads,
-    }
-    return next((flag for flag, given in flags.items() if given), None)
-
-
-def _linear(model: ModelConfig) -> LinearAttention | None:
-    if model.is_hybrid_model and any(linear_layers(model)):
-        return LinearAttention(
-            layers=tuple(linear_layers(model)),
-            key_heads=model.mamba_num_groups,
-            heads=model.mamba_num_heads,
-            keys=model.mamba_state_dim,
-            values=model.mamba_head_dim,
-            width=MAMBA_WIDTH,
-            delta=False,
-        )
-    if model.experimental_attention_variant is None:
-        return None
-    return LinearAttention(
-        layers=tuple(linear_layers(model)),
-        key_heads=model.linear_num_key_heads,
-        heads=model.linear_num_value_heads,
-        keys=model.linear_key_head_dim,
-        values=model.linear_value_head_dim,
-        width=model.linear_conv_kernel_dim,
-    )
-
-
-def _mixture(model: ModelConfig) -> Mixture | None:
-    if model.num_experts in (None, 1):
-        return None
-    return Mixture(
-        experts=model.num_experts,
-        topk=model.moe_router_topk,
-        ffn=model.moe_ffn_hidden_size or model.ffn_hidden_size,
-        shared=model.moe_shared_expert_intermediate_size or 0,
-        layers=tuple(expert_layers(model)),
-        capacity=model.moe_expert_capacity_factor or 0.0,
-        gated=model.moe_shared_expert_gate,
-        replay=model.moe_enable_routing_replay,
-    )
-
-
-def expert_layers(model: ModelConfig) -> list[int]:
-    """1 for each layer whose FFN is a mixture of experts, 0 for the others."""
-    if not model.num_experts:
-        return [0] * model.num_layers
-    if model.is_hybrid_model:
-        return [int(kind == "E") for kind in hybrid_pattern(model)]
-    frequency = model.moe_layer_freq
-    if isinstance(frequency, list):
-        return frequency
-    return [int(layer % frequency == 0) for layer in range(model.num_layers)]
-
-
-def linear_layers(model: ModelConfig) -> list[int]:
-    """1 for each layer with a state in place of keys and values, 0 for the others."""
-    frequency = model.linear_attention_freq
-    if model.is_hybrid_model:
-        return [int(kind == "M") for kind in hybrid_pattern(model)]
-    if model.experimental_attention_variant is None:
-        return [0] * model.num_layers
-    if isinstance(frequency, list):
-        return frequency
-    return [int(number % frequency != 0) for number in range(1, model.num_layers + 1)]
-
-
-def hybrid_pattern(model: ModelConfig) -> str:
-    """What each layer of a hybrid model is: M (Mamba2), * (attention), - (MLP) or E (experts); empty for others.
-
-    As in core, attention is spread evenly over all layers, and MLPs over the others, nearer to the end.
-    """
-    if not model.is_hybrid_model:
-        return ""
-    if model.hybrid_override_pattern:
-        return model.hybrid_override_pattern
-    kinds = ["M"] * model.num_layers
-    attention, mlps = (round(model.num_layers * one) for one in (model.hybrid_attention_ratio, model.hybrid_mlp_ratio))
-    mamba = model.num_layers - attention
-    for index in _spread(range(model.num_layers), mamba / (attention + 1)):
-        kinds[index] = "*"
-    if mlps:
-        for index in _spread([i for i, kind in enumerate(kinds) if kind == "M"], (mamba - mlps) / mlps):
-            kinds[index] = "-"
-    return "".join(kinds)
-
-
-def _spread(places: Iterable[int], run: float) -> Iterator[int]:
-    """The places that follow runs of ``run`` places on average."""
-    left = run
-    for place in places:
-        chosen = left < 0.5
-        if chosen:
-            yield place
-        left += run if chosen else -1
+    names = [kind.condition.switch for kind in kinds_in(model)]
+    names += [name for name in ("reordered_norm", "qk_layernorm_all_heads") if getattr(model, name)]
+    return next((f"--{name.replace('_', '-')}" for name in names), None)
 
 
 def window_layers(attention: AttentionConfig, layers: int) -> list[int]:

@@ -8,7 +8,10 @@ from functools import partial
 
 from megatron.decisions.state_exchange import EXCHANGES
 from megatron.training.settings.flag import AT_LEAST_1, AT_MOST_A_YEAR, flag
-from megatron.training.settings.read_with import EXPERTS, LATENT, STATES, WITHOUT_FSDP
+from megatron.training.settings.kinds.expert_kind import EXPERTS
+from megatron.training.settings.kinds.hybrid_kind import STATES
+from megatron.training.settings.kinds.latent_kind import LATENT
+from megatron.training.settings.read_with import WITHOUT_FSDP
 
 # A number of ranks, which a stage of --seq-length-schedule and generation may set.
 ranks = partial(flag, range=AT_LEAST_1, stage=True, generation=True)

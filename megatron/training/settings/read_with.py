@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
@@ -15,11 +15,24 @@ class Condition(NamedTuple):
         holds: of a complete configuration.
         switch: of the settings of a kind of layer, the one that gives a model such layers. In other models checkpoints
             are not compared by the settings of this kind, and core does not get them.
+        value: of the switch, if it chooses one of several kinds.
     """
 
     text: str
     holds: Callable[[Any], bool]
     switch: str | None = None
+    value: str | None = None
+
+    def chosen(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a model with these settings has layers of the kind."""
+        return settings[self.switch] == self.value if self.value else bool(settings[self.switch])
+
+
+def of_kind(switch: str, value: str | None = None) -> Condition:
+    """That a model has layers of the kind which ``switch`` gives it."""
+    flag = f"--{switch.replace('_', '-')}{f' {value}' if value else ''}"
+    kind = Condition(f"read only with {flag}", lambda c: kind.chosen(vars(c.model)), switch, value)
+    return kind
 
 
 ROTARY = ("rope", "yarn")  # values of --position-embedding-type that rotate queries and keys
@@ -78,21 +91,6 @@ PLANNED_PACKING = Condition("read only with --packing best-fit or by-work", lamb
 SFT = Condition("read only with --sft", lambda c: c.data.sft)
 DPO = Condition("read only with --dpo", lambda c: c.data.dpo)
 WITHOUT_SFT = Condition("not read with --sft", lambda c: not c.data.sft)
-EXPERTS = Condition("read only with --num-experts", lambda c: c.model.num_experts is not None, switch="num_experts")
-MTP = Condition("read only with --mtp-num-layers", lambda c: bool(c.model.mtp_num_layers), switch="mtp_num_layers")
-LATENT = Condition(
-    "read only with --multi-latent-attention", lambda c: c.model.multi_latent_attention, switch="multi_latent_attention"
-)
-LINEAR = Condition(
-    "read only with --experimental-attention-variant",
-    lambda c: c.model.experimental_attention_variant is not None,
-    switch="experimental_attention_variant",
-)
-STATES = Condition(
-    "read only with --experimental-attention-variant or --is-hybrid-model",
-    lambda c: c.model.experimental_attention_variant is not None or c.model.is_hybrid_model,
-)
-HYBRID = Condition("read only with --is-hybrid-model", lambda c: c.model.is_hybrid_model, switch="is_hybrid_model")
 LORA = Condition("read only with --lora-rank", lambda c: c.model.lora_rank is not None)
 TIKTOKEN = Condition("read only with --tokenizer-type TikTokenizer", lambda c: c.data.tokenizer_type == "TikTokenizer")
 TOKENIZER_FILE = Condition("this tokenizer reads no file", lambda c: c.data.tokenizer_type not in FILELESS)
@@ -103,6 +101,3 @@ PYTORCH_PROFILER = Condition(
     "read only with --profile and --use-pytorch-profiler",
     lambda c: c.logging.profile and c.logging.use_pytorch_profiler,
 )
-
-# Kinds of layers that not every model has.
-KINDS = (EXPERTS, LATENT, LINEAR, HYBRID, MTP)

@@ -17,21 +17,20 @@ from typing import Any, NamedTuple
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
 from megatron.training.settings.flag import ADAPTERS, FUNCTION, WEIGHTS, kinds_of
+from megatron.training.settings.kinds import KINDS
+from megatron.training.settings.kinds.layer_patterns import expert_layers, hybrid_pattern, linear_layers
 from megatron.training.settings.models import (
     activation,
     derive_shape,
-    expert_layers,
-    hybrid_pattern,
     is_gated,
-    linear_layers,
     rope_layers,
     window_layers,
 )
-from megatron.training.settings.read_with import KINDS, ROTARY
+from megatron.training.settings.read_with import ROTARY
 
 SECTIONS = ("model", "attention", "data")
 # Models of checkpoints that are older than these settings have none of these kinds.
-OLDER = {kind.switch: getattr(ModelConfig, kind.switch) for kind in KINDS}
+OLDER = {kind.condition.switch: getattr(ModelConfig, kind.condition.switch) for kind in KINDS}
 POSITIONS = ("position_embedding_type", "max_position_embeddings")  # determine weights if positions are learned
 FILES = ("mask_function", "sparse_pattern")  # may name a file, which may have moved to another folder
 CLOSE = 1e-9  # numbers that differ by less, relatively, are equal: a scale may have been written as its inverse square
@@ -115,7 +114,7 @@ def _unread(here: Mapping[str, Any]) -> tuple[str, ...]:
     """Beginnings of the names of settings that this network does not read."""
     kind, mask = here["position_embedding_type"], here.get("attention_mask")
     unread = [] if kind == "learned_absolute" else ["max_position_embeddings"]
-    unread += [one.name for one in fields(ModelConfig) if any(not here[kind] for kind in kinds_of(one))]
+    unread += [one.name for one in fields(ModelConfig) if any(not kind.chosen(here) for kind in kinds_of(one))]
     unread += [] if kind in ROTARY else ["rotary_", "no_rope_freq", "use_rope_scaling"]
     unread += [] if kind == "yarn" else ["yarn_"]
     unread += [] if here["use_rope_scaling"] else ["rope_scaling_factor"]

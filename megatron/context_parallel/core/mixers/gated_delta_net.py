@@ -68,6 +68,11 @@ class GatedDeltaNet(StateMixer):
         )
         self.out_norm.weight.sequence_parallel = False  # its gradient is summed over TP in `gated_norm`
 
+    @staticmethod
+    def initial_bias(values: Tensor, generator: torch.Generator) -> Tensor:
+        """As in core."""
+        return values.fill_(1.0)
+
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """The convolution's input, beta and alpha, the gate."""
         every, _ = self.in_proj(hidden_states)

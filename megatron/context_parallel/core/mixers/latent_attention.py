@@ -11,6 +11,7 @@ values has C entries.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
+from megatron.context_parallel.core.core_attention import ContextParallelAttention
 from megatron.context_parallel.core.lora import ColumnParallelLinearWithLora
+from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec
+from megatron.context_parallel.core.transformer_layer import AttentionSettings
 
 
 class LatentAttention(Attention):
@@ -165,13 +170,16 @@ class LatentAttention(Attention):
         return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=tp)
 
 
-def make_latent(layer: ModuleSpec, norm: type) -> None:
-    """Put it into core's layer, with ``norm`` of the latents, and with its weights' names in Megatron-LM's files."""
-    attention = layer.submodules.self_attention
-    attention.module = LatentAttention
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = norm
-    layer.submodules.sharded_state_dict_keys_map = {
-        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    }
+def latent_attention(settings: AttentionSettings, linear: Linear, norm: type, *, normed: bool) -> MixerSpec:
+    """Multi-latent attention; ``normed``: with norms of the latents."""
+    names = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
+    layers = {f"linear_{name}": linear(f"linear_{name}") for name in names}
+    of_latents = norm if normed else IdentityOp
+    parts = MLASelfAttentionSubmodules(
+        **layers,
+        q_layernorm=of_latents,
+        kv_layernorm=of_latents,
+        core_attention=partial(ContextParallelAttention, settings=settings),
+    )
+    up = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
+    return MixerSpec(ModuleSpec(LatentAttention, submodules=parts), up | {"input_layernorm.": "input_layernorm."})

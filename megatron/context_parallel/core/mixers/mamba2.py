@@ -7,6 +7,7 @@ mamba_ssm, and under context parallelism splits heads alone.
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.linear_attention.rules import MAMBA2
 
 WIDTH = 4  # of the convolution, in core
+STEPS = (0.001, 0.1)  # of time at the start, without an input
 EPSILON = 1e-5  # of the norm of the outputs, in core, whatever the layers' epsilon is
 
 
@@ -79,6 +81,12 @@ class Mamba2(StateMixer):
         self.D = nn.Parameter(torch.ones(heads, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.D, True, dim=0, stride=1)
         self.norm = GroupNorm(values, self.groups, config.params_dtype, self.tp_group)
+
+    @staticmethod
+    def initial_bias(values: Tensor, generator: torch.Generator) -> Tensor:
+        """Its softplus is a time step without an input; steps are even in their logarithm, as in core."""
+        steps = values.uniform_(*map(math.log, STEPS), generator=generator).exp_()
+        return steps.expm1().log()
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """The convolution's input, dt, the gate."""

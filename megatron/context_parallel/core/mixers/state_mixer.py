@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.short_convolution import short_convolution
 
 BY_KIND = ("weight", "lora_b")  # parameters of ``in_proj`` whose rows are of several kinds
+DECAY_RANGE = (1.0, 16.0)  # of exp(A_log) at the start
 
 
 class MixerSpec(NamedTuple):
@@ -51,6 +53,8 @@ class MixerSpec(NamedTuple):
 
 Linear = Callable[[str], "type | ModuleSpec"]
 """The linear layer of a name, with an adapter if it gets one."""
+Initial = Callable[[Tensor, torch.Generator], Tensor]
+"""Fills a whole parameter in fp32 with its initial value: the attribute ``initial`` of parameters that have one."""
 Mixer = Callable[["AttentionSettings", Linear, type], MixerSpec]
 """Makes the spec from the settings, the linear layers and the class of norms; each file of this folder has one."""
 
@@ -116,6 +120,8 @@ class StateMixer(MegatronModule):
                 parameter.partition_sections = tuple(rows.values())
         for parameter in self.conv1d.parameters():
             parameter.partition_sections = tuple(self.convolved.values())
+            parameter.initial = partial(_uniform, width**-0.5)  # as torch initializes a convolution
+        self.A_log.initial, self.dt_bias.initial = _decays, self.initial_bias
         self.out_proj = build_module(
             submodules.out_proj,
             heads * value_dim * size,
@@ -125,6 +131,11 @@ class StateMixer(MegatronModule):
             skip_bias_add=True,
             **linear,
         )
+
+    @staticmethod
+    def initial_bias(values: Tensor, generator: torch.Generator) -> Tensor:
+        """The initial ``dt_bias``."""
+        raise NotImplementedError
 
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """[s, b, h] -> what goes through the convolution [s, b, channels], other inputs of the rule [s, b, heads], the
@@ -208,6 +219,14 @@ class StateMixer(MegatronModule):
             if (key := prefix + name) in state:
                 state[key] = in_kinds(state[key], kinds)
         return state
+
+
+def _uniform(bound: float, values: Tensor, generator: torch.Generator) -> Tensor:
+    return values.uniform_(-bound, bound, generator=generator)
+
+
+def _decays(values: Tensor, generator: torch.Generator) -> Tensor:
+    return values.uniform_(*DECAY_RANGE, generator=generator).log_()
 
 
 def in_kinds(whole: ShardedTensor, kinds: Mapping[str, int]) -> ShardedTensorFactory:

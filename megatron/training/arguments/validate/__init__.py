@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from copy import deepcopy
+from functools import partial
 
 from megatron.training.arguments.dry_run_flags import notes_on_formulas, processes
 from megatron.training.arguments.stages import complete_virtual_stages
 from megatron.training.arguments.validate import (
     check_alone,
     check_data,
-    check_experts,
     check_grid,
-    check_latent,
-    check_linear,
     check_lora,
     check_memory,
     check_model,
@@ -26,6 +24,7 @@ from megatron.training.arguments.validate import (
 )
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 from megatron.training.settings.config import Config
+from megatron.training.settings.kinds import KINDS
 from megatron.training.settings.models import outside_engine
 
 
@@ -47,20 +46,20 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("ranges", lambda: check_alone.check_ranges(config), "required")
     shape = ("required", "ranges")
     gather.check("model", lambda: check_model.complete_model(config), *shape)
-    gather.check("experts", lambda: check_experts.complete_experts(config), "model")
+    for kind in KINDS:
+        gather.check(kind.condition.text, partial(kind.complete, config), "model")
     gather.check("context", lambda: check_grid.complete_context(config), "model")
     gather.check("dpo", lambda: check_data.complete_dpo(config))
     gather.check("sft", lambda: check_data.complete_sft(config))
     gather.check("attention", lambda: check_model.complete_attention(config), "model")
     gather.check("grid", lambda: check_grid.check_grid(config, world_size), "context")
-    gather.check("expert grid", lambda: check_experts.check_expert_grid(config, world_size), "experts", "grid")
     gather.check("heads", lambda: check_grid.check_heads(config), "context")
-    gather.check("latents", lambda: check_latent.note_ring(config), "heads", "grid")
     gather.check("sequence", lambda: check_grid.complete_sequence(config), "context", "attention")
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
     gather.check("precision", lambda: _complete_precision(config), *shape)
-    gather.check("linear", lambda: check_linear.check_linear(config), "model", "grid")
-    gather.check("lora", lambda: check_lora.complete_lora(config), "experts", "linear")
+    for kind in KINDS:
+        gather.check("kinds", partial(kind.check, config, world_size), kind.condition.text, "grid")
+    gather.check("lora", lambda: check_lora.complete_lora(config), "kinds")
     gather.check("partition", lambda: check_model.complete_partitioned_positions(config), "context", "attention")
     gather.check("recompute", lambda: check_memory.complete_recompute(config), "pipeline")
     gather.check("zero", lambda: check_memory.complete_zero(config), *shape)

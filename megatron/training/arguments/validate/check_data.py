@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
-from megatron.training.arguments.validate.check_model import sees_ahead
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.config import Config, DataConfig
@@ -138,7 +137,7 @@ def check_lengths(config: Config) -> None:
             f"--rampup-seq-length {start} {increment} {over}",
             f"needs a start from its increment to --seq-length {data.seq_length}: change the start or the increment",
         )
-    if sees_ahead(config.attention):
+    if config.attention.sees_ahead:
         raise Refusal("--rampup-seq-length", "needs a mask under which no token sees a later one: leave one out")
     config.notes.append(
         f"--rampup-seq-length: over {over} iterations, the loss counts more and more tokens of each sample, {start} at "
@@ -245,7 +244,7 @@ def complete_evaluation(config: Config) -> None:
             )
     if not tasks:
         return
-    if sees_ahead(config.attention):
+    if config.attention.sees_ahead:
         raise Refusal(
             "--eval-tasks",
             "scores each token by those before it, and under --attention-mask "

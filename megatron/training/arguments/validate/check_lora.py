@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.config import Config, ModelConfig
-from megatron.training.settings.models import hybrid_pattern, linear_layers
+from megatron.training.settings.kinds.layer_patterns import hybrid_pattern, linear_layers
 
 OF_LATENTS = (
     "linear_q_proj",

@@ -7,10 +7,11 @@ from dataclasses import fields
 from math import gcd
 
 from megatron.decisions.division import NARROW
-from megatron.training.arguments.validate.check_latent import complete_latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
+from megatron.training.settings.flag import check_pattern
+from megatron.training.settings.kinds import KINDS
 from megatron.training.settings.models import derive_shape, is_gated, rope_layers, window_layers
 from megatron.training.settings.read_with import ROTARY
 
@@ -33,8 +34,8 @@ def complete_required(config: Config) -> None:
 def complete_model(config: Config) -> None:
     """Complete the shape of the model; refuse sizes that contradict each other."""
     model, heads = config.model, config.model.num_attention_heads
-    complete_latent(config)
-    _predicts_ahead(config)
+    for kind in KINDS:
+        kind.prepare(config)
     _norms_and_residual(config)
     if model.kv_channels is None and model.hidden_size % heads:
         raise Refusal(
@@ -104,29 +105,6 @@ def _norms_and_residual(config: Config) -> None:
             "--ffn-chunks": (chunks.ffn_chunks, "the MLP in chunks follows attention"),
         }
         refuse_combinations("--parallel-residual", refused)
-
-
-def _predicts_ahead(config: Config) -> None:
-    """Refuse what does not work with multi-token prediction yet."""
-    model, parallel, chunks = config.model, config.parallel, config.chunks
-    if not model.mtp_num_layers:
-        model.mtp_num_layers = None
-        return
-    refused = {
-        "--fpdt-stream-hidden": (chunks.fpdt_stream_hidden, "its layers need hidden states on the device"),
-        "--offload-checkpoints": (chunks.offload_checkpoints, "the inputs of its layers stay on the device"),
-        "--lora-rank": (model.lora_rank, "its layers have no adapters"),
-        "--embed-layernorm": (model.embed_layernorm, "its embedding has no norm"),
-        "--position-embedding-type learned_absolute": (
-            model.position_embedding_type == "learned_absolute",
-            "use --position-embedding-type rope",
-        ),
-        "--hidden-dropout": (model.hidden_dropout, "its embedding has no dropout: use --hidden-dropout 0"),
-        "--fp8-format": (model.fp8_format, "it needs Transformer Engine's layers"),
-        "--elastic --gpu": (parallel.elastic and config.simulation.gpu, "the planner does not know its time"),
-    }
-    fixes = {"--position-embedding-type": "--position-embedding-type rope", "--hidden-dropout": "--hidden-dropout 0"}
-    refuse_combinations(f"--mtp-num-layers {model.mtp_num_layers}", refused, fixes)
 
 
 def _positions(model: ModelConfig) -> None:
@@ -279,17 +257,6 @@ def _rope_layers(config: Config) -> None:
         model.no_rope_freq = None
 
 
-def check_pattern(flag: str, frequency: int | list[int] | None, layers: int) -> None:
-    """Refuse a pattern of layers, every n-th one or a number for each layer, that does not fit the model."""
-    if isinstance(frequency, int) and frequency < 1:
-        raise Refusal(f"{flag} {frequency}", "must be at least 1: 2 means every second layer")
-    if isinstance(frequency, list) and len(frequency) != layers:
-        raise Refusal(
-            f"{flag} with {len(frequency)} layers",
-            f"does not fit --num-layers {layers}: give one number for each layer",
-        )
-
-
 def _refuse_unread(attention: AttentionConfig) -> None:
     default = AttentionConfig()
     for mask, kind in MASKS.items():
@@ -361,12 +328,6 @@ def _even_rows(config: Config) -> bool:
 def varies_by_batch(config: Config) -> bool:
     """Whether attention or positions depend on where a batch's documents end."""
     return config.data.reset_attention_mask or config.data.reset_position_ids
-
-
-def sees_ahead(attention: AttentionConfig) -> bool:
-    """Whether a mask, completed by :func:`complete_attention`, lets tokens attend to later ones."""
-    window = attention.window_size
-    return MASKS[attention.attention_mask or "causal"].sees_ahead or (window is not None and window[1] != 0)
 
 
 def complete_partitioned_positions(config: Config) -> None:

@@ -15,8 +15,9 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.flag import FUNCTION, WEIGHTS, every
+from megatron.training.settings.kinds import KINDS, gated_delta_kind
 from megatron.training.settings.models import LLAMA, derive_shape, is_gated
-from megatron.training.settings.read_with import KINDS, LINEAR, ROTARY
+from megatron.training.settings.read_with import ROTARY
 from megatron.training.untrusted.largest_numbers import check_numbers
 
 # Constants of Llama 3's RoPE scaling in Megatron; only the factor can be set.
@@ -156,7 +157,7 @@ SAID = """
     untie_embeddings_and_output_weights
 """.split()
 # Models with layers of these kinds are of other families.
-OTHERS = [kind.switch for kind in KINDS if kind is not LINEAR]
+OTHERS = [kind.condition.switch for kind in KINDS if kind is not gated_delta_kind.KIND]
 FIXED = {"squared_relu": False} | {
     field.name: LLAMA.get(field.name, field.default)
     for field in fields(ModelConfig)

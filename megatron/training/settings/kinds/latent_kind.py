@@ -1,17 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of multi-latent attention (MLA): its sizes, its RoPE, and what it cannot be combined with yet."""
+"""Multi-latent attention (MLA) of DeepSeek and Kimi: keys and values are made from a latent of each token."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from dataclasses import dataclass, fields
+from typing import Any
 
+from megatron.formulas.kinds.latent_figures import Latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
-from megatron.training.settings.config import Config, ModelConfig
+from megatron.training.settings.flag import flag, size, weights
+from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.read_with import of_kind
 
 FLAG = "--multi-latent-attention"
+LATENT = of_kind("multi_latent_attention")
 
 
-def complete_latent(config: Config) -> None:
+@dataclass
+class LatentSettings:
+    """Settings of multi-latent attention."""
+
+    multi_latent_attention: bool = weights(
+        False, "keys and values from a latent of each token (MLA), as in DeepSeek V3"
+    )
+    q_lora_rank: int | None = size(None, "MLA: width of the queries' latent; default none", read_with=LATENT)
+    kv_lora_rank: int = size(32, "MLA: width of the latent of keys and values", read_with=LATENT)
+    qk_head_dim: int = size(128, "MLA: entries of a query or key head that are not rotated", read_with=LATENT)
+    qk_pos_emb_head_dim: int = size(64, "MLA: entries of a query or key head that RoPE rotates", read_with=LATENT)
+    v_head_dim: int = size(128, "MLA: size of a value head", read_with=LATENT)
+    rope_type: str | None = flag(
+        None,
+        "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1",
+        choices=["rope", "yarn"],
+        read_with=LATENT,
+    )
+
+
+def _prepare(config: Settings) -> None:
     """Complete the settings of MLA; refuse those that contradict it or are not supported with it."""
     model = config.model
     if not model.multi_latent_attention:
@@ -26,16 +52,16 @@ def complete_latent(config: Config) -> None:
     _rope(config)
     tensor = config.parallel.tensor_model_parallel_size
     cut = {"--q-lora-rank": model.q_lora_rank or 0, "--kv-lora-rank": model.kv_lora_rank + model.qk_pos_emb_head_dim}
-    for flag, width in cut.items():
+    for name, width in cut.items():
         if width % tensor:
-            what = " plus --qk-pos-emb-head-dim" if flag == "--kv-lora-rank" else ""
+            what = " plus --qk-pos-emb-head-dim" if name == "--kv-lora-rank" else ""
             raise Refusal(
-                f"{flag}{what} {width}", f"is not a multiple of --tensor-model-parallel-size {tensor}: use one"
+                f"{name}{what} {width}", f"is not a multiple of --tensor-model-parallel-size {tensor}: use one"
             )
     model.kv_channels = model.qk_head_dim + model.qk_pos_emb_head_dim  # the head of a key, whatever --kv-channels says
 
 
-def _combinations(config: Config) -> None:
+def _combinations(config: Settings) -> None:
     model = config.model
     refused = {
         "--group-query-attention": (model.group_query_attention, "each head has keys of its own, from the latent"),
@@ -60,7 +86,7 @@ def _combinations(config: Config) -> None:
         raise Refusal("--latent-exchange latents with --fpdt", "is not supported: chunks send keys", LEAVE_OUT)
 
 
-def _rope(config: Config) -> None:
+def _rope(config: Settings) -> None:
     """Megatron-LM's --rope-type as our kinds of positions."""
     model, kind = config.model, config.model.position_embedding_type
     if kind not in ("rope", "yarn"):
@@ -84,7 +110,7 @@ def _rope(config: Config) -> None:
         model.position_embedding_type = "yarn"
 
 
-def _reset_yarn(model: ModelConfig) -> bool:
+def _reset_yarn(model: Settings) -> bool:
     """Give YaRN's settings their defaults; returns whether one had another value."""
     changed = False
     for field in fields(model):
@@ -94,7 +120,7 @@ def _reset_yarn(model: ModelConfig) -> bool:
     return changed
 
 
-def note_ring(config: Config) -> None:
+def _note_ring(config: Settings, _: int) -> None:
     """Say when the ring sends more with keys and values than it would with latents."""
     model, parallel = config.model, config.parallel
     if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1) or config.chunks.fpdt:
@@ -106,3 +132,32 @@ def note_ring(config: Config) -> None:
             f"{FLAG}: the ring sends keys and values, {sent} numbers a token and rank; with --latent-exchange latents "
             f"it sends {latent}, and each rank makes the keys and values of its heads"
         )
+
+
+def _shape(model: Settings) -> dict[str, Any]:
+    rotated, value = model.qk_pos_emb_head_dim, model.v_head_dim
+    return {"latent": Latent(model.q_lora_rank or 0, model.kv_lora_rank, rotated, value)}
+
+
+def _core(config: Settings) -> dict[str, Any]:
+    """RoPE's settings are not among them: it is ours."""
+    model, sharper = config.model, 1.0
+    if model.position_embedding_type == "yarn":
+        sharper = 0.1 * model.yarn_mscale_all_dim * math.log(model.yarn_rotary_scaling_factor) + 1.0
+    return {
+        "kv_channels": model.v_head_dim,
+        "softmax_scale": sharper**2 / math.sqrt(model.kv_channels),
+        "qk_layernorm": False,  # else core sums the gradient of the latent's norm over TP, which has it complete
+    }
+
+
+KIND = Kind(
+    LATENT,
+    _shape,
+    prepare=_prepare,
+    check=_note_ring,
+    core=_core,
+    mixer="latent_attention:latent_attention",
+    layers=lambda model: [1] * model.num_layers,
+    options=lambda config: {"normed": config.model.qk_layernorm},
+)

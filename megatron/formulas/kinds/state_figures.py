@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from typing import ClassVar
 
 from megatron.decisions.division import head_plan
 from megatron.decisions.state_exchange import (
@@ -19,8 +20,114 @@ from megatron.decisions.state_exchange import (
     heads_bytes,
     relay_bytes,
 )
-from megatron.formulas.sizes import WIDE, sizes_of
-from megatron.formulas.strategy import Strategy, Workload
+from megatron.formulas.kinds.attention_figures import Attention
+from megatron.formulas.sizes import WIDE, Tensor, norm_of, sizes_of
+from megatron.formulas.strategy import Shape, Strategy, Workload
+
+
+@dataclass(frozen=True)
+class LinearAttention(Attention):
+    """Layers with a state in place of keys and values (Gated DeltaNet, Mamba2).
+
+    Attributes:
+        layers: 1 for each layer that has a state, 0 for the others.
+        key_heads, heads: numbers of query and key heads, and of value heads.
+        keys, values: sizes of a key head and of a value head.
+        width: tokens that the short convolution sees.
+        delta: Gated DeltaNet; False: Mamba2, whose query and key heads are its groups of B and C.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    heads: int
+    keys: int
+    values: int
+    width: int
+    delta: bool = True
+    operations: ClassVar[str] = "state_operations"
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_heads * self.keys + self.heads * self.values
+
+    @property
+    def map_columns(self) -> int:
+        """Columns of the matrix of a span's map."""
+        return self.keys if self.delta else 1
+
+    @property
+    def gates(self) -> int:
+        """Inputs of the rule that are one number for each token and head: decay and factor, Mamba2 also the skip."""
+        return 2 if self.delta else 3
+
+    @property
+    def projected(self) -> int:
+        """Rows of the first projection."""
+        return self.convolved + self.heads * (self.values + (2 if self.delta else 1))
+
+    def tensors(self, shape: Shape, tensor: int) -> tuple[Tensor, ...]:
+        """TP splits heads, and the norm of Mamba2's outputs with them, but not Gated DeltaNet's norm of a head."""
+        h, heads, channels = shape.hidden, self.heads // tensor, self.convolved // tensor
+        first, width, out = (self.projected // tensor, h), (channels, self.width), (h, heads * self.values)
+        if self.delta:
+            return (*norm_of(shape), *((heads, 1),) * 2, first, width, (self.values, 1), out)
+        return (*norm_of(shape), *((heads, 1),) * 3, first, width, (channels, 1), out, (out[1], 1))
+
+    def cut(self) -> list[int]:
+        """Groups of heads."""
+        return [self.key_heads]
+
+    def products(self, shape: Shape) -> int:
+        """Those of the projection, the convolution and the recurrence, which changes and reads the state.
+
+        Gated DeltaNet also reads it before.
+        """
+        recurrence = (2 + self.delta) * self.heads * self.keys * self.values
+        return shape.hidden * self.projected + self.convolved * self.width + recurrence
+
+    def out_width(self, shape: Shape) -> int:
+        """Numbers of a token that enter the output projection."""
+        return self.heads * self.values
+
+    def pairs(self, shape: Shape, seq_length: int) -> int:
+        """None."""
+        return 0
+
+    def kept(self, workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+        """Bytes kept for backward between the norm and the second projection, whose input is included."""
+        parts = _parts(workload, strategy, itemsize)
+        if strategy.recompute == "selective":
+            return parts.every + parts.values
+        return parts.every + sum(_inside(workload, strategy, itemsize, fused))
+
+    def working(self, workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+        """Bytes of the mixer's backward pass, in addition to what the layer keeps for it.
+
+        The largest of: the gated norm; a segment of the rule, when what the norm kept is free again; the convolution,
+        when what the rule kept is free as well.
+        """
+        parts, wide = _parts(workload, strategy, itemsize), WIDE // itemsize
+        inside, norm = _inside(workload, strategy, itemsize, fused)
+        # With selective recompute, all that is kept is computed again; the gradient of the outputs waits.
+        again = inside + norm + parts.values if strategy.recompute == "selective" else 0
+        gradients = 2 * parts.read + parts.values + parts.gates
+        rule = again - norm + 2 * parts.values + gradients + _segment(workload, strategy, itemsize, fused)
+        # Gradients of inputs in fp32; of a span: its input, its sums, two products, and the gradients of both.
+        sums = parts.convolved * wide + (1 + 5 * wide) * parts.span
+        convolution = again - norm - inside + parts.values + parts.convolved + sums
+        normed = again - parts.values + 3 * parts.wide
+        return max(rule, convolution, normed)
+
+    def forward(self, workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
+        """Bytes of the mixer's forward pass at its peak, without the norm before it."""
+        parts = _parts(workload, strategy, itemsize)
+        states = states_of(workload, strategy, itemsize)
+        heads = states.exchanged.heads * strategy.micro_batch
+        segment, block = states.segment, KERNEL_BLOCK if fused else BLOCK
+        rule = WIDE * heads * segment * (6 * self.keys + 6 * self.values + 2 * block)
+        inside, norm = _inside(workload, strategy, itemsize, fused)
+        return parts.every + inside + max(rule, norm)
 
 
 @lru_cache(maxsize=1024)
@@ -177,14 +284,6 @@ def _parts(workload: Workload, strategy: Strategy, itemsize: int) -> _Parts:
     )
 
 
-def state_kept(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes that a layer with a state keeps for backward between its norm and its second projection, input included."""
-    parts = _parts(workload, strategy, itemsize)
-    if strategy.recompute == "selective":
-        return parts.every + parts.values
-    return parts.every + sum(_inside(workload, strategy, itemsize, fused))
-
-
 def _inside(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> tuple[int, int]:
     """Bytes kept between the projections: (until the rule's backward pass, until the norm's)."""
     parts, by_heads = _parts(workload, strategy, itemsize), states_of(workload, strategy, itemsize).by_heads
@@ -231,25 +330,6 @@ def _norm_of_gated(parts: _Parts, itemsize: int) -> int:
     return (4 + (itemsize < WIDE)) * parts.wide + parts.values
 
 
-def state_working(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of the mixer's backward pass, in addition to what the layer keeps for it.
-
-    The largest of: the gated norm; a segment of the rule, when what the norm kept is free again; the convolution, when
-    what the rule kept is free as well.
-    """
-    parts, wide = _parts(workload, strategy, itemsize), WIDE // itemsize
-    inside, norm = _inside(workload, strategy, itemsize, fused)
-    # With selective recompute, all that is kept is computed again; the gradient of the outputs waits.
-    again = inside + norm + parts.values if strategy.recompute == "selective" else 0
-    gradients = 2 * parts.read + parts.values + parts.gates
-    rule = again - norm + 2 * parts.values + gradients + _segment(workload, strategy, itemsize, fused)
-    # Gradients of inputs in fp32; of a span: its input, its sums, two products, and the gradients of both.
-    sums = parts.convolved * wide + (1 + 5 * wide) * parts.span
-    convolution = again - norm - inside + parts.values + parts.convolved + sums
-    normed = again - parts.values + 3 * parts.wide
-    return max(rule, convolution, normed)
-
-
 def _segment(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
     """Bytes of the backward pass of a segment at its peak, with maps of spans and states of blocks."""
     linear, states = workload.shape.linear, states_of(workload, strategy, itemsize)
@@ -269,14 +349,3 @@ def _segment(workload: Workload, strategy: Strategy, itemsize: int, fused: bool)
     if states.counts.hops:  # maps of this rank's spans, and gradients of the states after them
         of_head += states.spans * (linear.keys * linear.map_columns + 2 * state)
     return WIDE * states.exchanged.heads * strategy.micro_batch * of_head
-
-
-def state_forward(workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
-    """Bytes of the mixer's forward pass at its peak, without the norm before it."""
-    linear, parts = workload.shape.linear, _parts(workload, strategy, itemsize)
-    states = states_of(workload, strategy, itemsize)
-    heads = states.exchanged.heads * strategy.micro_batch
-    segment, block = states.segment, KERNEL_BLOCK if fused else BLOCK
-    rule = WIDE * heads * segment * (6 * linear.keys + 6 * linear.values + 2 * block)
-    inside, norm = _inside(workload, strategy, itemsize, fused)
-    return parts.every + inside + max(rule, norm)

@@ -1,19 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of mixtures of experts: their sizes, the router, the grid, and what they cannot be combined with yet."""
+"""Mixtures of experts: some layers have experts in place of the MLP, of which a token goes to a few."""
 
 from __future__ import annotations
 
-from megatron.training.arguments.validate.check_model import check_pattern
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.formulas.strategy import Mixture
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
-from megatron.training.settings.config import Config, ModelConfig
-from megatron.training.settings.models import expert_layers
+from megatron.training.settings.flag import (
+    ABOVE_ZERO,
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    check_pattern,
+    expert_pattern,
+    flag,
+    function,
+    size,
+    weights,
+)
+from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.layer_patterns import expert_layers
+from megatron.training.settings.read_with import of_kind
 
 LOSSES = ("aux_loss", "seq_aux_loss", "none", "sinkhorn")
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 OTHER_LOSSES = {"global_aux_loss": "depends on the order of micro-batches, which differs between grids"}
+EXPERTS = of_kind("num_experts")
 
 
-def complete_experts(config: Config) -> None:
+@dataclass
+class ExpertSettings:
+    """Settings of experts and of their router."""
+
+    num_experts: int | None = weights(
+        None, "experts of a layer (mixture of experts)", range=AT_LEAST_1, core="num_moe_experts"
+    )
+    moe_layer_freq: int | list[int] = weights(
+        1,
+        "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29",
+        type=expert_pattern,
+        read_with=EXPERTS,
+        core=True,
+    )
+    moe_ffn_hidden_size: int | None = size(None, "width of an expert; default --ffn-hidden-size", read_with=EXPERTS)
+    moe_shared_expert_intermediate_size: int | None = size(
+        None, "width of an expert that all tokens go to, in addition", read_with=EXPERTS
+    )
+    moe_shared_expert_gate: bool = weights(
+        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next", read_with=EXPERTS, core=True
+    )
+    moe_router_topk: int = function(2, "number of experts per token", read_with=EXPERTS, range=AT_LEAST_1, core=True)
+    moe_router_score_function: str = function(
+        "softmax", "scores of experts", choices=["softmax", "sigmoid", "sqrtsoftplus"], read_with=EXPERTS
+    )
+    moe_router_pre_softmax: bool = function(
+        False,
+        "softmax over all experts before the choice, instead of over the chosen ones",
+        read_with=EXPERTS,
+        core=True,
+    )
+    moe_router_num_groups: int | None = function(
+        None, "groups of experts, of which the best are chosen first", read_with=EXPERTS, range=AT_LEAST_1
+    )
+    moe_router_group_topk: int | None = function(
+        None, "how many of these groups a token may use", read_with=EXPERTS, range=AT_LEAST_1
+    )
+    moe_router_topk_scaling_factor: float | None = function(
+        None, "factor of the chosen experts' weights", read_with=EXPERTS, range=ABOVE_ZERO
+    )
+    moe_router_dtype: str | None = flag(
+        None, "dtype of the router", choices=["fp32", "fp64"], read_with=EXPERTS, core=True
+    )
+    moe_router_enable_expert_bias: bool = weights(
+        False,
+        "balance experts by adding to their scores a bias that follows their load; it affects the choice alone",
+        read_with=EXPERTS,
+    )
+    moe_router_bias_update_rate: float = flag(
+        0.001, "change of the bias of experts in a step", read_with=EXPERTS, range=NOT_NEGATIVE
+    )
+    moe_router_load_balancing_type: list[str] = flag(
+        ["aux_loss"],
+        "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none; or "
+        "sinkhorn, which evens the choice itself",
+        nargs="+",
+        read_with=EXPERTS,
+    )
+    moe_aux_loss_coeff: list[float] = flag(
+        [0.0], "coefficient of each load-balancing loss", nargs="+", read_with=EXPERTS
+    )
+    moe_z_loss_coeff: float | None = flag(
+        None, "coefficient of the router's z-loss", read_with=EXPERTS, range=NOT_NEGATIVE
+    )
+    moe_expert_capacity_factor: float | None = function(
+        None,
+        "largest number of tokens of an expert in a micro-batch, over the mean; default no limit",
+        read_with=EXPERTS,
+        range=ABOVE_ZERO,
+        core=True,
+    )
+    moe_enable_routing_replay: bool = flag(
+        False,
+        "layers of --recompute-granularity full keep the experts of their first pass, and choose them again",
+        read_with=EXPERTS,
+    )
+    moe_token_drop_policy: str = function(
+        "probs",
+        "which tokens an expert keeps: those with the largest weights, or the first ones",
+        choices=["probs", "position"],
+        read_with=EXPERTS,
+    )
+
+
+def _complete(config: Settings) -> None:
     """Complete the sizes of experts; refuse settings that contradict each other or are not supported."""
     model, parallel = config.model, config.parallel
     if parallel.moe_token_dispatcher_type not in ("allgather", "alltoall"):
@@ -52,7 +152,7 @@ def complete_experts(config: Config) -> None:
         )
 
 
-def _combinations(config: Config) -> None:
+def _combinations(config: Settings) -> None:
     """Refuse features that do not work with experts yet."""
     model, parallel = config.model, config.parallel
     refused = {
@@ -79,7 +179,7 @@ def _combinations(config: Config) -> None:
         )
 
 
-def _pattern(model: ModelConfig) -> None:
+def _pattern(model: Settings) -> None:
     check_pattern("--moe-layer-freq", model.moe_layer_freq, model.num_layers)
     if all(expert_layers(model)):
         model.moe_layer_freq = 1  # so that checkpoints hold each weight of all layers in one tensor
@@ -87,7 +187,7 @@ def _pattern(model: ModelConfig) -> None:
         raise Refusal("--moe-layer-freq", "leaves no layer with experts: leave --num-experts out")
 
 
-def _without_reader(config: Config) -> None:
+def _without_reader(config: Settings) -> None:
     """Note what Megatron-LM accepts but does not read, and reset it."""
     model, kinds = config.model, config.model.moe_router_load_balancing_type
     if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
@@ -100,7 +200,7 @@ def _without_reader(config: Config) -> None:
         model.moe_aux_loss_coeff = [0.0]
 
 
-def _sinkhorn(model: ModelConfig) -> None:
+def _sinkhorn(model: Settings) -> None:
     """Refuse what Sinkhorn's choice of experts does not read, and a capacity, which core refuses too."""
     refused = {
         f"--moe-router-score-function {model.moe_router_score_function}": model.moe_router_score_function != "softmax",
@@ -114,7 +214,7 @@ def _sinkhorn(model: ModelConfig) -> None:
     refuse_combinations(SINKHORN, {flag: (given, "it does not read it") for flag, given in refused.items()})
 
 
-def _router(model: ModelConfig) -> None:
+def _router(model: Settings) -> None:
     experts, topk = model.num_experts, model.moe_router_topk
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if not 1 <= topk <= experts:
@@ -151,7 +251,7 @@ def _router(model: ModelConfig) -> None:
         )
 
 
-def _losses(model: ModelConfig) -> None:
+def _losses(model: Settings) -> None:
     kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     for kind in kinds:
         if kind in OTHER_LOSSES:
@@ -173,7 +273,7 @@ def _losses(model: ModelConfig) -> None:
             )
 
 
-def check_expert_grid(config: Config, world_size: int) -> None:
+def _check(config: Settings, world_size: int) -> None:
     """Refuse a grid over which the experts, or the width of each, cannot be split evenly."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
@@ -208,3 +308,34 @@ def check_expert_grid(config: Config, world_size: int) -> None:
             "needs tokens that TP splits: add --sequence-parallel",
             Fix("--sequence-parallel"),
         )
+
+
+def _shape(model: Settings) -> dict[str, Any]:
+    if model.num_experts == 1:  # a dense model
+        return {}
+    mixture = Mixture(
+        experts=model.num_experts,
+        topk=model.moe_router_topk,
+        ffn=model.moe_ffn_hidden_size or model.ffn_hidden_size,
+        shared=model.moe_shared_expert_intermediate_size or 0,
+        layers=tuple(expert_layers(model)),
+        capacity=model.moe_expert_capacity_factor or 0.0,
+        gated=model.moe_shared_expert_gate,
+        replay=model.moe_enable_routing_replay,
+    )
+    return {"mixture": mixture}
+
+
+def _core(config: Settings) -> dict[str, Any]:
+    """Ours replaces core's router."""
+    model, scores = config.model, config.model.moe_router_score_function
+    return {
+        # Only read when core checks the number of experts of a token: the router is ours.
+        "moe_router_load_balancing_type": "sinkhorn" if "sinkhorn" in model.moe_router_load_balancing_type else "none",
+        "moe_router_score_function": "softmax" if scores == "softmax" else "sigmoid",  # core 0.16 has no sqrtsoftplus
+        # Core reads it only to refuse biases with expert TP, which core/experts.py shares among the ranks.
+        "expert_tensor_parallel_size": 1 if model.add_bias_linear else config.parallel.expert_tensor_parallel_size,
+    }
+
+
+KIND = Kind(EXPERTS, _shape, complete=_complete, check=_check, core=_core)
