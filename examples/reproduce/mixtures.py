@@ -23,8 +23,8 @@ from megatron.formulas.kinds.state_figures import (
     states_of,  # noqa: E402
 )
 from megatron.formulas.strategy import Group, Mixture, Shape, Strategy, Workload  # noqa: E402
-from megatron.simulator.cost.attention_operations import state_mixer  # noqa: E402
 from megatron.simulator.cost.estimate import Estimate, estimate, model_flops  # noqa: E402
+from megatron.simulator.cost.kinds.state_operations import state_mixer  # noqa: E402
 from megatron.simulator.cost.layer_program import Program  # noqa: E402
 from megatron.simulator.cost.operations import price  # noqa: E402
 from megatron.simulator.cost.seconds import transfer_seconds  # noqa: E402

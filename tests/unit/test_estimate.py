@@ -15,7 +15,8 @@ from megatron.formulas.flops import step_flops
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.formulas.strategy import Group, Mixture, Shape, Strategy, Workload
-from megatron.simulator.cost.attention_operations import (
+from megatron.simulator.cost.estimate import Estimate, estimate, layer_works, step_parts
+from megatron.simulator.cost.kinds.attention_operations import (
     attended,
     chunked_backward,
     chunked_forward,
@@ -25,7 +26,6 @@ from megatron.simulator.cost.attention_operations import (
     to_heads,
     to_sequence,
 )
-from megatron.simulator.cost.estimate import Estimate, estimate, layer_works, step_parts
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.operations import Segment
 from megatron.simulator.cost.seconds import transfer_seconds

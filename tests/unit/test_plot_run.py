@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatron.context_parallel as cp
-from megatron.simulator.cost.layer_operations import UNFUSED_ROTARY_BYTES
+from megatron.simulator.cost.kinds.attention_operations import UNFUSED_ROTARY_BYTES
 from megatron.simulator.dry_run.traffic import REST, layer_traffic
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse

@@ -19,8 +19,9 @@ from megatron.formulas.parameters import (
 )
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Axis, Group, Shape, Strategy, Workload
-from megatron.simulator.cost.layer_operations import entering, layer, leaving, spread_evenly
+from megatron.simulator.cost.layer_operations import layer, spread_evenly
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
+from megatron.simulator.cost.row_operations import entering, leaving
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 # --- embedding; final norm, output layer and cross-entropy over a vocabulary that TP splits ---

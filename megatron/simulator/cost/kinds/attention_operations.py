@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the busiest rank, as segments: Ulysses' all-to-alls, a ring's hops, FPDT's copies.
+"""Attention of one layer on the busiest rank, as segments: products, all-to-alls, a ring's hops, FPDT's copies.
 
 A ring's transfers overlap the tiles of the previous block. Gradients of keys travel one hop later, and nothing overlaps
 the last of these transfers (context_parallel/attention/ring.py).
@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import NamedTuple
 
 from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.decisions.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
-from megatron.decisions.state_exchange import KERNEL_BLOCK
 from megatron.formulas.host_bytes import forward_loads, waiting_chunks
-from megatron.formulas.kinds.state_figures import (
-    States,
-    by_heads_bytes,
-    exchange_bytes,
-    halo_bytes,
-    states_of,
-)
+from megatron.formulas.kinds import mixer_of
 from megatron.formulas.sizes import heads_of
-from megatron.formulas.strategy import Group, Strategy, Workload
-from megatron.simulator.cost.operations import BF16, COUNTED, FP32, MANY_TILES, Segment, collective, memory, tile
-from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
+from megatron.formulas.strategy import Shape, Strategy, Workload
+from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, Segment, collective, gemm, memory, tile
+from megatron.simulator.cost.row_operations import Rows
+from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Transfer
+
+# Bytes per rotated number. One kernel (context_parallel/positions/rope_kernel.py) reads and writes it once. PyTorch's
+# operations in fp32 (rope.py): cast up 6, times cosine 8, plus the other half times sine 12, cast down 6.
+ROTARY_BYTES, UNFUSED_ROTARY_BYTES = 2 * BF16, 32
+
+# Bytes per number of attention's output with a gate (core/transformer_layer.py, gated). Forward: cast the gate up 6,
+# sigmoid 8, product 10, cast down 6. Backward: cast up 6, two products 18, of the sigmoid 12, casts down 12.
+GATE_BYTES, GATE_GRAD_BYTES = 30, 48
 
 
 @dataclass(frozen=True)
@@ -213,94 +214,6 @@ def _tile(a: Attended, *, first: bool, backward: bool = False) -> Kernel:
         keys = min(float(keys), max(pairs / n, 1.0))
     heads = a.heads * a.batch
     return tile(n, keys, heads, a.head_dim, pairs, backward=backward, name=a.kernel, value_dim=a.value_dim)
-
-
-# --- layers with a state (Gated DeltaNet, Mamba2) ---
-#
-# What lies between the two projections: many small kernels. They were counted in dry runs of such layers on a GPU.
-
-
-class Counted(NamedTuple):
-    """The kernels of a pass.
-
-    Attributes:
-        bytes: for each token and number of a key head, of a head's key, of a value, for each pair of tokens of a block,
-            and for each number of a block's states: of kernels bound by memory.
-        products: the same of products.
-        kernels: numbers of the first kernels, at all and for each segment of a span, and of products of a segment.
-        flops: for each token and head, over block x keys, block x values, keys x values.
-    """
-
-    bytes: tuple[int, ...]
-    products: tuple[int, ...]
-    kernels: tuple[int, int, int]
-    flops: tuple[int, int, int]
-
-
-# (forward, backward) of outputs with convolution and norm; and what a state from another rank adds: columns of maps,
-# what tokens read of that state, and the product of this with the gradient of the outputs
-DELTA = (
-    Counted((248, 80, 212, 70, 5), (0, 24, 16, 12, 8), (51, 46, 5), (4, 2, 4)),
-    Counted((829, 280, 578, 211, 26), (0, 76, 44, 36, 20), (113, 126, 14), (14, 6, 10)),
-)
-DELTA_MAPS = (
-    Counted((0, 40, 20, 0, 4), (0, 16, 4, 4, 8), (2, 4, 2), (2, 0, 6)),
-    Counted((0, 6, 6, 0, 0), (0, 4, 4, 0, 0), (2, 3, 1), (0, 0, 2)),
-)
-MAMBA = (
-    Counted((195, 44, 184, 60, 5), (0, 12, 12, 8, 4), (39, 40, 3), (2, 2, 2)),
-    Counted((687, 156, 512, 135, 25), (0, 36, 28, 20, 12), (106, 103, 8), (6, 4, 6)),
-)
-MAMBA_MAPS = (
-    Counted((8, 40, 40, 0, 9), (0, 4, 4, 0, 0), (2, 7, 1), (0, 0, 2)),
-    Counted((0, 6, 6, 0, 0), (0, 4, 4, 0, 0), (2, 3, 1), (0, 0, 2)),
-)
-
-
-def state_mixer(workload: Workload, strategy: Strategy, backward: bool = False) -> list[Segment]:
-    """Convolution, states and gated norm of a layer with a state, with what is sent."""
-    states = states_of(workload, strategy, BF16)
-    linear = workload.shape.linear
-    counted, of_maps = (DELTA, DELTA_MAPS) if linear.delta else (MAMBA, MAMBA_MAPS)
-    mixes = Segment(_state_kernels(states, counted[backward], backward))
-    halo = halo_bytes(workload, strategy, BF16)[backward]
-    everyone = Group(strategy.context, strategy.tensor)
-    rows = Segment((), (Transfer("all_to_all", "cp", everyone, halo),)) if halo else Segment()
-    there = maps = sent = Segment()
-    if states.by_heads:
-        moved = by_heads_bytes(states, strategy.ulysses)[backward]
-        packs = memory("pack", 4 * moved, backward=backward)
-        there = Segment((packs,), (Transfer("all_to_all", "ulysses", strategy.group("ulysses"), moved),))
-    if states.counts.hops:
-        axis, group = ("ring", strategy.group("ring")) if states.by_heads else ("cp", everyone)
-        maps = Segment(_state_kernels(states, of_maps[backward], backward))
-        if states.relay:
-            hops, state = states.counts.hops, states.exchanged.state  # this rank makes only some of the hops
-            mean = exchange_bytes(states) / hops
-            sent = Segment((), (Transfer("p2p", axis, group, mean, count=hops, excess=state - mean),))
-        else:
-            sent = Segment((), (Transfer("all_gather", axis, group, exchange_bytes(states)),))
-    norm = Segment()
-    if backward and strategy.tensor > 1 and linear.delta:  # TP ranks normalize other heads with the same weight
-        size = BF16 * states.sizes.values
-        norm = Segment((), (collective("all_reduce", "tp", strategy.group("tp"), size),))
-    order = (norm, there, maps, sent, mixes, rows) if backward else (rows, there, maps, sent, mixes)
-    return [one for one in order if one.kernels or one.transfers]
-
-
-def _state_kernels(states: States, counted: Counted, backward: bool) -> tuple[Kernel, Kernel]:
-    s, block = states.sizes, KERNEL_BLOCK
-    tokens = s.rows * s.batch
-    of = tokens * s.key_heads * s.keys, *(tokens * s.heads * n for n in (s.keys, s.values, block))
-    of = *of, tokens * s.heads * s.keys * s.values / block
-    segments, (outside, inside, gemms) = states.segments, counted.kernels
-    kernels, gemms = outside + inside * segments, gemms * segments
-    size, read = (sum(a * b for a, b in zip(each, of)) for each in (counted.bytes, counted.products))
-    pairs = block * s.keys, block * s.values, s.keys * s.values
-    flops = tokens * s.heads * sum(a * b for a, b in zip(counted.flops, pairs)) / gemms
-    shape = (tokens * s.heads / block / segments, block, s.values, s.keys)
-    product = Kernel(COUNTED, "gemm", flops, read / gemms, shape, FP32, backward, gemms)
-    return memory(COUNTED, size / kernels, backward=backward, count=kernels), product
 
 
 # --- FPDT: tiles between chunks, and copies from and to host memory ---
@@ -516,3 +429,115 @@ def _hops(
 def _copies(to_host: float, to_device: float) -> tuple[HostCopy, ...]:
     copies = (HostCopy("to_host", to_host), HostCopy("to_device", to_device))
     return tuple(copy for copy in copies if copy.bytes)
+
+
+# --- a layer ---
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """A layer and the numbers of its chunks."""
+
+    workload: Workload
+    strategy: Strategy
+    attended: Attended
+    chunks: int  # for projections and attention
+
+    @property
+    def shape(self) -> Shape:
+        return self.workload.shape
+
+    @property
+    def rows(self) -> Rows:
+        """The tokens of each chunk of projections and attention."""
+        return Rows(self.shape, self.strategy, self.attended.rows / self.chunks, self.chunks)
+
+    def stored(self) -> tuple[HostCopy, ...]:
+        """Copies to host memory that a forward pass overlaps."""
+        return stored_in_forward(self.attended, self.strategy, self.chunks) if self.strategy.fpdt_chunk else ()
+
+
+def project(rows: Rows) -> list[Segment]:
+    """Norm, QKV and rotary."""
+    shape = rows.shape
+    return [
+        rows.run(rows.norm(shape.hidden)),
+        *rows.enter(),
+        rows.run(gemm("qkv", rows.tokens, _qkv(shape, rows.strategy.tensor), shape.hidden)),
+        *_all_of_qkv("all_gather", rows),
+        rows.run(*rotary(rows)),
+    ]
+
+
+def project_grad(rows: Rows) -> list[Segment]:
+    """The backward pass of :func:`project`."""
+    return [
+        rows.run(*rotary(rows, backward=True)),
+        *_all_of_qkv("reduce_scatter", rows),
+        *rows.column_grad("qkv", _qkv(rows.shape, rows.strategy.tensor)),
+        rows.run(rows.norm(rows.shape.hidden, backward=True)),
+    ]
+
+
+def output(rows: Rows) -> list[Segment]:
+    """Output projection and residual."""
+    width = mixer_of(rows.shape).out_width(rows.shape)
+    return [*_gate(rows, GATE_BYTES * width), *rows.out(width)]
+
+
+def output_grad(rows: Rows) -> list[Segment]:
+    """The backward pass of :func:`output`."""
+    width = mixer_of(rows.shape).out_width(rows.shape)
+    grads = rows.row_grad("attention_out", width // rows.strategy.tensor)
+    return [*grads, *_gate(rows, GATE_GRAD_BYTES * width, backward=True)]
+
+
+def _gate(rows: Rows, moved: float, backward: bool = False) -> list[Segment]:
+    """The gate on attention's output."""
+    size = moved * rows.tokens / rows.strategy.tensor
+    return [rows.run(memory("gate", size, backward=backward))] if rows.shape.output_gate else []
+
+
+def _qkv(shape: Shape, tensor: int) -> int:
+    """Columns of the first projection on a TP rank: an equal share, even if it is less than a key/value head."""
+    return ((1 + shape.output_gate) * shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
+
+
+def _all_of_qkv(kind: Collective, rows: Rows) -> list[Segment]:
+    """With more TP ranks than key/value heads core gathers queries, keys and values of all TP ranks.
+
+    Each rank then selects those of its heads (core/transformer/attention.py, get_query_key_value_tensors).
+    """
+    shape, strategy = rows.shape, rows.strategy
+    if shape.kv_heads >= strategy.tensor:
+        return []
+    whole, backward = BF16 * rows.tokens * _qkv(shape, 1), kind == "reduce_scatter"
+    # A copy joins the ranks' columns; in backward a gradient for all columns is first filled with zeros.
+    copies = memory("join", (4 if backward else 2) * whole, backward=backward)
+    return [*rows.send(collective(kind, "tp", strategy.group("tp"), whole)), rows.run(copies)]
+
+
+def rotary(rows: Rows, backward: bool = False) -> tuple[Kernel, ...]:
+    """The kernel that rotates queries and keys."""
+    shape, strategy = rows.shape, rows.strategy
+    if shape.positions:
+        return ()
+    held = heads_of(shape.heads, shape.kv_heads, strategy.tensor, strategy.ulysses)
+    each = ROTARY_BYTES if strategy.fused else UNFUSED_ROTARY_BYTES
+    return (memory("rotary", each * rows.tokens * (held.q + held.kv) * shape.head_dim, backward=backward),)
+
+
+def mix(work: LayerWork, *, saving: bool, kept: bool = False) -> list[Segment]:
+    """The forward pass between the projections; ``kept``: its result is known, so that no tile is computed."""
+    strategy, a, chunks, tokens = work.strategy, work.attended, work.chunks, work.rows.tokens
+    chunked = strategy.fpdt_chunk > 0
+    tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
+    return [*to_heads(a, strategy, tokens, chunks), *([] if kept else tiles), *to_sequence(a, strategy, tokens, chunks)]
+
+
+def mix_grad(work: LayerWork) -> list[Segment]:
+    """The backward pass of :func:`mix`."""
+    strategy, a, chunks, tokens = work.strategy, work.attended, work.chunks, work.rows.tokens
+    tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
+    back = to_sequence(a, strategy, tokens, chunks, backward=True)
+    return [*back, *tiles, *to_heads(a, strategy, tokens, chunks, backward=True)]
