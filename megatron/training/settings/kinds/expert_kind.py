@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.formulas.strategy import Mixture
@@ -19,7 +18,7 @@ from megatron.training.settings.flag import (
     size,
     weights,
 )
-from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 from megatron.training.settings.read_with import of_kind
 
@@ -29,7 +28,7 @@ OTHER_LOSSES = {"global_aux_loss": "depends on the order of micro-batches, which
 EXPERTS = of_kind("num_experts")
 
 
-@dataclass
+@settings_of(EXPERTS)
 class ExpertSettings:
     """Settings of experts and of their router."""
 
@@ -40,76 +39,55 @@ class ExpertSettings:
         1,
         "layers with experts: every N-th, or 1 and 0 for each layer, as in [0]*3+[1]*29",
         type=expert_pattern,
-        read_with=EXPERTS,
         core=True,
     )
-    moe_ffn_hidden_size: int | None = size(None, "width of an expert; default --ffn-hidden-size", read_with=EXPERTS)
+    moe_ffn_hidden_size: int | None = size(None, "width of an expert; default --ffn-hidden-size")
     moe_shared_expert_intermediate_size: int | None = size(
-        None, "width of an expert that all tokens go to, in addition", read_with=EXPERTS
+        None, "width of an expert that all tokens go to, in addition"
     )
     moe_shared_expert_gate: bool = weights(
-        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next", read_with=EXPERTS, core=True
+        False, "multiply the output of that expert by a sigmoid, as in Qwen3-Next", core=True
     )
-    moe_router_topk: int = function(2, "number of experts per token", read_with=EXPERTS, range=AT_LEAST_1, core=True)
+    moe_router_topk: int = function(2, "number of experts per token", range=AT_LEAST_1, core=True)
     moe_router_score_function: str = function(
-        "softmax", "scores of experts", choices=["softmax", "sigmoid", "sqrtsoftplus"], read_with=EXPERTS
+        "softmax", "scores of experts", choices=["softmax", "sigmoid", "sqrtsoftplus"]
     )
     moe_router_pre_softmax: bool = function(
-        False,
-        "softmax over all experts before the choice, instead of over the chosen ones",
-        read_with=EXPERTS,
-        core=True,
+        False, "softmax over all experts before the choice, instead of over the chosen ones", core=True
     )
     moe_router_num_groups: int | None = function(
-        None, "groups of experts, of which the best are chosen first", read_with=EXPERTS, range=AT_LEAST_1
+        None, "groups of experts, of which the best are chosen first", range=AT_LEAST_1
     )
-    moe_router_group_topk: int | None = function(
-        None, "how many of these groups a token may use", read_with=EXPERTS, range=AT_LEAST_1
-    )
+    moe_router_group_topk: int | None = function(None, "how many of these groups a token may use", range=AT_LEAST_1)
     moe_router_topk_scaling_factor: float | None = function(
-        None, "factor of the chosen experts' weights", read_with=EXPERTS, range=ABOVE_ZERO
+        None, "factor of the chosen experts' weights", range=ABOVE_ZERO
     )
-    moe_router_dtype: str | None = flag(
-        None, "dtype of the router", choices=["fp32", "fp64"], read_with=EXPERTS, core=True
-    )
+    moe_router_dtype: str | None = flag(None, "dtype of the router", choices=["fp32", "fp64"], core=True)
     moe_router_enable_expert_bias: bool = weights(
-        False,
-        "balance experts by adding to their scores a bias that follows their load; it affects the choice alone",
-        read_with=EXPERTS,
+        False, "balance experts by adding to their scores a bias that follows their load; it affects the choice alone"
     )
-    moe_router_bias_update_rate: float = flag(
-        0.001, "change of the bias of experts in a step", read_with=EXPERTS, range=NOT_NEGATIVE
-    )
+    moe_router_bias_update_rate: float = flag(0.001, "change of the bias of experts in a step", range=NOT_NEGATIVE)
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
         "load-balancing losses: aux_loss (over a micro-batch), seq_aux_loss (over a sample), both, or none; or "
         "sinkhorn, which evens the choice itself",
         nargs="+",
-        read_with=EXPERTS,
     )
-    moe_aux_loss_coeff: list[float] = flag(
-        [0.0], "coefficient of each load-balancing loss", nargs="+", read_with=EXPERTS
-    )
-    moe_z_loss_coeff: float | None = flag(
-        None, "coefficient of the router's z-loss", read_with=EXPERTS, range=NOT_NEGATIVE
-    )
+    moe_aux_loss_coeff: list[float] = flag([0.0], "coefficient of each load-balancing loss", nargs="+")
+    moe_z_loss_coeff: float | None = flag(None, "coefficient of the router's z-loss", range=NOT_NEGATIVE)
     moe_expert_capacity_factor: float | None = function(
         None,
         "largest number of tokens of an expert in a micro-batch, over the mean; default no limit",
-        read_with=EXPERTS,
         range=ABOVE_ZERO,
         core=True,
     )
     moe_enable_routing_replay: bool = flag(
-        False,
-        "layers of --recompute-granularity full keep the experts of their first pass, and choose them again",
-        read_with=EXPERTS,
+        False, "layers of --recompute-granularity full keep the experts of their first pass, and choose them again"
     )
     moe_token_drop_policy: str = function(
         "probs",
         "which tokens an expert keeps: those with the largest weights, or the first ones",
         choices=["probs", "position"],
-        read_with=EXPERTS,
     )
 
 

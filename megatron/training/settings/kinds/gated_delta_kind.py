@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import check_pattern, layer_pattern, size, weights
-from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.kinds.layer_patterns import linear_layers
 from megatron.training.settings.read_with import of_kind
 
@@ -17,7 +16,7 @@ FLAG = "--experimental-attention-variant"
 LINEAR = of_kind("experimental_attention_variant", "gated_delta_net")
 
 
-@dataclass
+@settings_of(LINEAR)
 class LinearSettings:
     """Settings of layers with a state that --linear-attention-freq chooses."""
 
@@ -25,18 +24,13 @@ class LinearSettings:
         None,
         "layers with a state: all but every N-th; or 1 for each of them and 0 for the others, as in ([1]*3+[0])*4",
         type=layer_pattern,
-        read_with=LINEAR,
         core=True,
     )
-    linear_conv_kernel_dim: int = size(
-        4, "layers with a state: tokens that the short convolution sees", read_with=LINEAR
-    )
-    linear_key_head_dim: int = size(128, "layers with a state: size of a query or key head", read_with=LINEAR)
-    linear_value_head_dim: int = size(128, "layers with a state: size of a value head", read_with=LINEAR)
-    linear_num_key_heads: int = size(16, "layers with a state: number of query and key heads", read_with=LINEAR)
-    linear_num_value_heads: int = size(
-        32, "layers with a state: number of value heads, a multiple of the key heads", read_with=LINEAR
-    )
+    linear_conv_kernel_dim: int = size(4, "layers with a state: tokens that the short convolution sees")
+    linear_key_head_dim: int = size(128, "layers with a state: size of a query or key head")
+    linear_value_head_dim: int = size(128, "layers with a state: size of a value head")
+    linear_num_key_heads: int = size(16, "layers with a state: number of query and key heads")
+    linear_num_value_heads: int = size(32, "layers with a state: number of value heads, a multiple of the key heads")
 
 
 def _check(config: Settings, _: int) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import function, size, weights
 from megatron.training.settings.kinds.gated_delta_kind import LINEAR, without_states
-from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.kinds.layer_patterns import hybrid_pattern, linear_layers
 from megatron.training.settings.read_with import Condition, of_kind
 
@@ -24,7 +24,7 @@ STATES = Condition(
 )
 
 
-@dataclass
+@settings_of(HYBRID)
 class HybridSettings:
     """Settings of hybrid models and of Mamba2."""
 
@@ -35,23 +35,16 @@ class HybridSettings:
         None,
         "hybrid model: for each layer M (Mamba2), * (attention), - (MLP) or E (experts), as in M-M*-; default all M, "
         "or by the two ratios",
-        read_with=HYBRID,
     )
-    hybrid_attention_ratio: float = weights(
-        0.0, "hybrid model: share of attention layers, which are spread evenly", read_with=HYBRID
-    )
-    hybrid_mlp_ratio: float = weights(
-        0.0, "hybrid model: share of MLP layers, which are spread evenly", read_with=HYBRID
-    )
-    mamba_state_dim: int = size(128, "hybrid model: state of Mamba2 for each number of a head", read_with=HYBRID)
-    mamba_head_dim: int = size(64, "hybrid model: size of a head of Mamba2", read_with=HYBRID)
-    mamba_num_groups: int = size(8, "hybrid model: groups of heads that share B and C, and a norm", read_with=HYBRID)
+    hybrid_attention_ratio: float = weights(0.0, "hybrid model: share of attention layers, which are spread evenly")
+    hybrid_mlp_ratio: float = weights(0.0, "hybrid model: share of MLP layers, which are spread evenly")
+    mamba_state_dim: int = size(128, "hybrid model: state of Mamba2 for each number of a head")
+    mamba_head_dim: int = size(64, "hybrid model: size of a head of Mamba2")
+    mamba_num_groups: int = size(8, "hybrid model: groups of heads that share B and C, and a norm")
     mamba_num_heads: int | None = size(
-        None, "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim", read_with=HYBRID
+        None, "hybrid model: number of heads of Mamba2; default 2 x --hidden-size / --mamba-head-dim"
     )
-    mamba_dt_min: float = function(
-        0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H", read_with=HYBRID
-    )
+    mamba_dt_min: float = function(0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H")
 
 
 def _check(config: Settings, _: int) -> None:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.training.settings.read_with import Condition
@@ -36,3 +38,15 @@ class Kind(NamedTuple):
     mixer: str | None = None
     layers: Callable[[Settings], list[int]] = lambda model: [0] * model.num_layers
     options: Callable[[Settings], dict[str, Any]] = lambda config: {}
+
+
+def settings_of(condition: Condition) -> Callable[[type], type]:
+    """A class of the settings of a kind: without its layers, nothing reads them but the switch."""
+
+    def define(section: type) -> type:
+        for setting in fields(dataclass(section)):
+            if setting.name != condition.switch:
+                setting.metadata = MappingProxyType({**setting.metadata, "read_with": condition})
+        return section
+
+    return define

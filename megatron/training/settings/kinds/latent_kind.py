@@ -4,36 +4,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import flag, size, weights
-from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.read_with import of_kind
 
 FLAG = "--multi-latent-attention"
 LATENT = of_kind("multi_latent_attention")
 
 
-@dataclass
+@settings_of(LATENT)
 class LatentSettings:
     """Settings of multi-latent attention."""
 
     multi_latent_attention: bool = weights(
         False, "keys and values from a latent of each token (MLA), as in DeepSeek V3"
     )
-    q_lora_rank: int | None = size(None, "MLA: width of the queries' latent; default none", read_with=LATENT)
-    kv_lora_rank: int = size(32, "MLA: width of the latent of keys and values", read_with=LATENT)
-    qk_head_dim: int = size(128, "MLA: entries of a query or key head that are not rotated", read_with=LATENT)
-    qk_pos_emb_head_dim: int = size(64, "MLA: entries of a query or key head that RoPE rotates", read_with=LATENT)
-    v_head_dim: int = size(128, "MLA: size of a value head", read_with=LATENT)
+    q_lora_rank: int | None = size(None, "MLA: width of the queries' latent; default none")
+    kv_lora_rank: int = size(32, "MLA: width of the latent of keys and values")
+    qk_head_dim: int = size(128, "MLA: entries of a query or key head that are not rotated")
+    qk_pos_emb_head_dim: int = size(64, "MLA: entries of a query or key head that RoPE rotates")
+    v_head_dim: int = size(128, "MLA: size of a value head")
     rope_type: str | None = flag(
-        None,
-        "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1",
-        choices=["rope", "yarn"],
-        read_with=LATENT,
+        None, "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1", choices=["rope", "yarn"]
     )
 
 

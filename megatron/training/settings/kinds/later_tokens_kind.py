@@ -3,26 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron.training.refusal import refuse_combinations
 from megatron.training.settings.flag import NOT_NEGATIVE, flag, weights
-from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.read_with import of_kind
 
 MTP = of_kind("mtp_num_layers")
 
 
-@dataclass
+@settings_of(MTP)
 class LaterTokenSettings:
     """Settings of multi-token prediction."""
 
     mtp_num_layers: int | None = weights(
         None, "layers that each predict one more token ahead (multi-token prediction)", range=NOT_NEGATIVE, core=True
     )
-    mtp_loss_scaling_factor: float = flag(
-        0.1, "weight of the mean of their losses", read_with=MTP, range=NOT_NEGATIVE, core=True
-    )
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses", range=NOT_NEGATIVE, core=True)
 
 
 def _prepare(config: Settings) -> None:
