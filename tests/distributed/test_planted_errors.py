@@ -303,8 +303,9 @@ MISTAKES = [
     (moe, moe.as_core_does, moe.MIXTRAL, R2, ROUTER),
     (moe, moe.all_tokens, moe.MIXTRAL, R2, ROUTER),
     (moe, moe.chunk_by_chunk, f"{moe.EXPERTS} --moe-aux-loss-coeff 0.02", FPDT, ROUTER),
-    *((adapters, mistake, model, grid, f"{ATTENTION}in_proj.{name}") for model in (SHORT, adapters.ALONE) for mistake, grid, name
-      in ((adapters.cut_evenly, T2, "lora_b"), (adapters.own_rows, T2, "lora_a"),
+    *((adapters, mistake, model, grid, f"{ATTENTION}in_proj.{name}")
+      for model in (SHORT, adapters.ALONE) for mistake, grid, name in (
+          (adapters.cut_evenly, T2, "lora_b"), (adapters.own_rows, T2, "lora_a"),
           (states.without_states, R2, "lora_a"))),
 ]  # fmt: skip
 

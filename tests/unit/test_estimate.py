@@ -14,7 +14,7 @@ from megatron.decisions.division import goes_by_keys
 from megatron.formulas.flops import step_flops
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.formulas.kinds.state_figures import LinearAttention
-from megatron.formulas.strategy import Group, Mixture, Shape, Strategy, Workload
+from megatron.formulas.strategy import Mixture, Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import Estimate, estimate, layer_works, step_parts
 from megatron.simulator.cost.kinds.attention_operations import (
     attended,
@@ -28,7 +28,6 @@ from megatron.simulator.cost.kinds.attention_operations import (
 )
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.operations import Segment
-from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.cost.step_operations import (
     States,
     busiest_stage,
@@ -247,22 +246,9 @@ def test_no_step_is_faster_than_its_flops(
     assert 0 < result.mfu < 1
 
 
-# --- the USP paper's recommendations about speed, by their numbers ---
+# --- the USP paper's third recommendation; test_planner.py has all seven ---
 
 A800 = load("A800-80G")
-
-
-def test_across_nodes_ulysses_with_ring_is_faster_than_either_alone():
-    """1: if links differ in speed, use Ulysses inside a node and Ring between nodes."""
-    unified = step(A800, ulysses=8, ring=2).seconds
-    assert unified < step(A800, ulysses=1, ring=16).seconds and unified < step(A800, ulysses=16).seconds
-
-
-def test_data_parallelism_first():
-    """2: use DP if the batch is large enough for it."""
-    work = Workload(replace(LLAMA, kv_heads=32), 8192, 8)
-    shared = [step(A800, work, ulysses=u, ring=8 // u, micro_batch=8).seconds for u in (1, 2, 4, 8)]
-    assert step(A800, work, data=8).seconds < min(shared)
 
 
 def test_zero_spans_data_and_sequence_parallel_ranks():
@@ -271,31 +257,6 @@ def test_zero_spans_data_and_sequence_parallel_ranks():
     assert both < alone / 4 and shared < both
     clipped = 50 / 42  # bytes of a parameter: with ZeRO 2, gradients are clipped by a pass of its own
     assert shared == pytest.approx(clipped * alone / 8, rel=0.01)
-
-
-def test_sequence_parallelism_sends_less_than_tensor_parallelism_and_less_still_with_gqa():
-    """4: compared by the seconds that compute waits for transfers."""
-
-    def waits(kv_heads: int, **grid: int) -> float:
-        result = step(A800, Workload(replace(LLAMA, kv_heads=kv_heads), 131072), **grid).parts
-        return result.get("tp", 0.0) + result.get("ulysses", 0.0) + result.get("ring", 0.0)
-
-    assert waits(32, ulysses=8) < waits(32, tensor=8)
-    assert waits(8, ulysses=8) < waits(32, ulysses=8)
-    assert waits(8, ring=8) < waits(32, ring=8)
-    assert waits(8, tensor=8) >= waits(32, tensor=8)  # equal bytes, and less compute to hide them
-
-
-def test_more_ranks_of_a_ring_are_faster():
-    """6: heads limit TP and Ulysses, but not a ring."""
-    times = [step(A800, Workload(LLAMA, 1 << 20), ulysses=8, ring=ring).seconds for ring in (1, 2, 4, 8, 16)]
-    assert times == sorted(times, reverse=True)
-
-
-def test_the_fastest_link_goes_to_tensor_parallelism():
-    """7: TP is the innermost axis. Its group is faster as neighbours than with one rank per node."""
-    inside, apart = (transfer_seconds(Transfer("all_gather", "tp", Group(8, stride), 1e9), A800) for stride in (1, 8))
-    assert inside < apart / 4
 
 
 # The estimate has exactly the bytes by axis and FLOPs of the closed forms.

@@ -63,14 +63,6 @@ def test_mean_errors_do_not_grow(table):
     assert round(mean_error(rows()), 1) <= bar
 
 
-def test_usp_tables_5_to_7_are_within_ten_percent(usp):
-    assert len(usp) == 40 and all(row.error is not None for row in usp)
-    assert mean_error(usp) < 4
-    assert mean_error(row for row in usp if not row.note.startswith("outlier")) < 3
-    for table in (5, 6, 7):
-        assert mean_error(training_rows(clock("usp-a800", measure=False), (table,))) < 5
-
-
 def test_usp_winners_are_at_most_two_percent_below_the_published_best(usp):
     tables = published("usp_tables_5_6_7")
     # 64K with a batch of 1 is in table 5 (8 GPUs, Llama2) and in table 6 (16, Llama 3): group by table
@@ -173,13 +165,6 @@ def test_fpdt_strategies_are_predicted():
         for row in rows
         if "Ulysses 8" in row.label["strategy"] and "recompute" in row.label["strategy"]
     )
-
-
-def test_genslm_throughput():
-    rows = throughput_rows(clock("genslm-a100", measure=False))
-    assert mean_error(rows) < 8
-    new = [row for row in rows if row.label["framework"] == "new"]
-    assert all(abs(row.error) < 12 for row in new if row.label["seq_length"] < 262144)
 
 
 @pytest.mark.parametrize("name", sorted(fit.FITS))
