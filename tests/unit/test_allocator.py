@@ -111,21 +111,6 @@ def test_freed_neighbours_become_one_block() -> None:
     assert allocator.malloc(16 * MIB).segment == one.segment
 
 
-def test_a_hole_is_reserved_and_not_allocated() -> None:
-    """Fragmentation: blocks of growing sizes never fit into earlier holes."""
-    allocator, smooth = CachingAllocator(), CachingAllocator(EXPANDABLE)
-    for one in (allocator, smooth):
-        before = None
-        for size in range(20, 101, 10):
-            block = one.malloc(size * MIB)
-            if before is not None:
-                one.free(before)
-            before = block
-    assert allocator.peak_allocated == smooth.peak_allocated == 190 * MIB
-    assert allocator.reserved == sum(range(20, 101, 10)) * MIB
-    assert smooth.reserved < 0.6 * allocator.reserved
-
-
 def test_a_full_device_frees_its_cached_segments_before_it_refuses() -> None:
     allocator = CachingAllocator(capacity=100 * MIB)
     for size in (20, 30, 40):

@@ -24,7 +24,7 @@ from megatron.simulator.planner.plan_report import training_flags
 from megatron.simulator.planner.plans import Problem, fullest
 from megatron.simulator.planner.request import JOB, Request
 from megatron.simulator.planner.search import search
-from megatron.simulator.planner.search_space import Limits, fewer_layers, grids, savings
+from megatron.simulator.planner.search_space import Limits, grids, savings
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.stages import stage_layers
 from megatron.training.refusal import Refusal
@@ -310,21 +310,6 @@ UNEVEN = [
     case("virtual stages", 16 * K, 8, layers=14, pipeline=4, virtual=2, zero=0, first_less=1, last_less=1),
     case("recomputed", 16 * K, 4, layers=7, pipeline=2, zero=0, last_less=1, recompute="full"),
 ]
-
-
-@pytest.mark.parametrize("layers, pipeline, expected", [
-    (126, 16, (1, 1)), (126, 8, (1, 1)), (126, 7, (0, 0)), (7, 4, (0, 1)), (32, 12, (2, 2)), (80, 32, None),
-    (4, 8, None), (5, 4, None),
-])  # fmt: skip
-def test_how_many_layers_fewer_the_first_and_last_stage_have(
-    layers: int, pipeline: int, expected: tuple[int, int] | None
-) -> None:
-    result = fewer_layers(layers, pipeline)
-    assert result == expected
-    if result:
-        s = Strategy(pipeline=pipeline, first_less=result[0], last_less=result[1])
-        each = [s.stage_layers(layers, stage) for stage in range(pipeline)]
-        assert sum(each) == layers and min(each) >= 1 and max(each) == s.most_layers(layers)
 
 
 def test_the_program_has_the_stages_of_the_plan() -> None:

@@ -7,11 +7,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
-from megatron.simulator.cost.collective_cost import placed
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.cost.jitter import Jitter, Waits, largest_of, spread, step_spread, step_waits
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
@@ -23,7 +21,6 @@ from megatron.simulator.machines.machine import Calibration, Link, Machine, Meas
 from megatron.simulator.machines.machine_file import known, load
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from tests.properties import examples
 from tests.unit.formula_runs import LLAMA
 from tests.unit.test_whole_step import SHAPE, K, case, flags
 from tools import plan
@@ -182,40 +179,6 @@ def test_between_nodes_all_to_all_and_interleaved_groups_have_separate_shares():
 
 sizes = st.integers(1, 10**7)
 machines = st.sampled_from([load(name) for name in known()])
-
-
-@examples(60)
-@given(machines, sizes, sizes, st.booleans(), st.sampled_from([2, 4]))
-def test_larger_kernels_take_longer_and_none_exceeds_the_peak(machine, size, other, backward, itemsize):
-    peak = machine.peak["fp32" if itemsize == 4 else "bf16"]
-    small, large = sorted((size, other))
-    for make in (
-        lambda n: Kernel("g", "gemm", 2.0 * n**3, 6.0 * n * n, (1, n, n, n), itemsize),
-        lambda n: Kernel(
-            "a", "attention", (5 if backward else 2) * 128.0 * n * n, 8.0 * 128 * n, (n, n, 1, 128), itemsize, backward
-        ),
-        lambda n: Kernel("m", "memory", 0.0, float(n), (), itemsize),
-    ):
-        first, second = make(small), make(large)
-        took = kernel_seconds(second, machine)
-        assert kernel_seconds(first, machine) <= took * (1 + 1e-9)
-        assert took >= max(machine.launch, second.flops / peak, second.bytes / machine.memory_bandwidth) * (1 - 1e-9)
-
-
-@examples(60)
-@given(machines, st.sampled_from(KINDS), sizes, sizes, st.integers(2, 64), st.sampled_from([1, 2, 4, 8, 16]))
-def test_larger_transfers_take_longer_and_none_exceeds_the_links(machine, kind, size, other, ranks, stride):
-    small, large = sorted((size, other))
-    took = transfer_seconds(transfer(kind, large, ranks, stride), machine)
-    assert transfer_seconds(transfer(kind, small, ranks, stride), machine) <= took
-    # NVSwitch sums; a tree on two nodes sends each byte once in each direction, a ring twice.
-    fewer = 2 if kind == "all_reduce" else 1
-    assert took >= large / (fewer * machine.link.bandwidth + machine.network.bandwidth)
-    where = placed(ranks, stride, machine.gpus)
-    if where.nodes > 1 and kind != "all_to_all":
-        assert took >= large / (fewer * machine.network.bandwidth * where.most)
-    doubled = transfer(kind, large, ranks, stride, count=2)
-    assert transfer_seconds(doubled, machine) == pytest.approx(2 * took)
 
 
 def test_an_h100_runs_the_products_that_were_measured():

@@ -38,7 +38,7 @@ from megatron.simulator.cost.trace import HostCopy, Kernel, Phase, Trace, Transf
 from megatron.simulator.dry_run.recording.gpu_kernels import gpu_kernels
 from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.dry_run.replay import Repeat, Stretch, Unsteady, duration, find_repeat, replay, table
-from megatron.simulator.dry_run.timeline import coverage, draw, lanes
+from megatron.simulator.dry_run.timeline import coverage, draw
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Rate
 from megatron.simulator.machines.machine_file import load
 from tests.properties import examples
@@ -327,23 +327,6 @@ def test_coverage_is_the_share_of_a_column_that_spans_fill():
     begins, ends = np.array([0.5, 2.0, 3.0]), np.array([1.5, 2.25, 4.0])
     assert coverage(begins, ends, np.arange(5.0)).tolist() == [0.5, 0.5, 0.25, 1.0]
     assert coverage(np.array([]), np.array([]), np.arange(3.0)).tolist() == [0, 0]
-
-
-def test_the_picture_of_many_spans_is_drawn_in_seconds(tmp_path):
-    from matplotlib import image
-
-    steps = [Phase("forward")]
-    for number in range(20_000):
-        steps += [send(1, ticket=number), work(1), work(2, "attention"), Wait((number,)), load_chunk(0.5)]
-    went = run(*steps, Phase("optimizer"), work(9, "memory"))
-    assert lanes(went) == ["compute", "ring", "host load"]
-    begin = time.process_time()
-    draw(went, tmp_path / "new" / "timeline.png", "many")
-    assert time.process_time() - begin < 20
-    picture = image.imread(tmp_path / "new" / "timeline.png")[..., :3]
-    for colour in ("#e69f00", "#0072b2", "#cc6677", "#d55e00"):  # attention, gemm, ring, host load
-        wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-        assert (np.abs(picture - wanted).max(axis=-1) < 0.02).sum() > 500, colour
 
 
 def test_a_timeline_without_spans_is_refused(tmp_path):
