@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_experts import resume, save
 from tests.distributed.training_runs import (
     FULL,
     P2,
     SELECTIVE,
     SP,
-    T2,
     compare_runs,
     cp,
     fpdt,
-    layer_in_fp64,
     make_job,
     train_job,
-    wrong_by,
 )  # fmt: skip
 
 SIZES = (
@@ -114,22 +110,6 @@ def test_states_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
 
 
-@pytest.mark.parametrize("world, grid", [(2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{SP} {cp(1, 2)}"), (4, cp(2, 2))])
-def test_a_layer_in_fp64(pool, shared, world, grid):
-    expected = shared("states in fp64", lambda: pool.run(layer_in_fp64, 1, SHORT, timeout=120)[0])
-    assert len(expected) == 8
-    for mine in pool.run(layer_in_fp64, world, f"{SHORT} {grid}", timeout=120):
-        for name in expected:
-            assert wrong_by(mine, expected, name) < 1e-10, name
-
-
-def test_a_layer_without_states_is_wrong(pool, shared):
-    expected = shared("states in fp64", lambda: pool.run(layer_in_fp64, 1, SHORT, timeout=120)[0])
-    wrong = pool.run(layer_in_fp64, 2, f"{SHORT} {cp(1, 2)}", without_states, timeout=120)[0]
-    for name in ("out", "dx", "in_proj.weight"):
-        assert wrong_by(wrong, expected, name) > 1e-2, name
-
-
 def norm_over_a_group() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Result and gradients of the norm where heads are split over a group that is not TP's; by the definition."""
     from megatron.context_parallel import initialize_grid
@@ -192,18 +172,3 @@ def max_error(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return max(
         float((grads[name] - whole).norm() / whole.norm()) for name, whole in expected.items() if whole.dim() == 2
     )
-
-
-@pytest.mark.parametrize(
-    "model, saved, loaded",
-    [
-        (SHORT, (4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, f"{P2} {UNEVEN}")),
-        (SHORT, (2, "--zero-stage 3"), (2, f"{T2}")),
-        pytest.param(EXPERTS, (2, "--expert-model-parallel-size 2"), (4, f"{SP} {cp(2, 1)}"), marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.usual(0)
-def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
-    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
-    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
-        assert losses == pytest.approx(after, rel=1e-5)

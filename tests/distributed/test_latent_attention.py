@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_experts import evaluated_batch, held_here, loss_in_transformers, resume, save
 from tests.distributed.training_runs import (
     P2,
     SELECTIVE,
@@ -19,10 +18,8 @@ from tests.distributed.training_runs import (
     compare_runs,
     cp,
     fpdt,
-    layer_in_fp64,
     make_job,
     train_job,
-    wrong_by,
 )  # fmt: skip
 
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
@@ -119,23 +116,6 @@ def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
 
 
-@pytest.mark.parametrize(
-    "world, grid",
-    [
-        (2, cp(2, 1)), (2, cp(1, 2)), (2, T2), (4, f"{SP} {cp(1, 2)}"), (4, cp(2, 2)),
-        (1, SENT), (2, f"{cp(2, 1)} {SENT}"), (4, f"{cp(1, 4)} {SENT}"), (4, f"{cp(2, 2)} {SENT}"),
-        (4, f"{T2} {cp(1, 2)} {SENT} --context-parallel-balance contiguous"),
-        (4, f"{SP} {cp(1, 2)} {SENT} --cp-comm-type all_gather"),
-    ],
-)  # fmt: skip
-def test_attention_in_fp64(pool, shared, world, grid):
-    expected = shared("latents in fp64", lambda: pool.run(layer_in_fp64, 1, YARN, timeout=120)[0])
-    assert len(expected) == 9
-    for mine in pool.run(layer_in_fp64, world, f"{YARN} {grid}", timeout=120):
-        for name in expected:
-            assert wrong_by(mine, expected, name) < 1e-10, name
-
-
 def over_a_group(sequence_parallel: bool) -> None:
     """The parts of a latent, its entries or its tokens, where the group is not TP's."""
     from types import SimpleNamespace
@@ -186,30 +166,3 @@ def test_what_the_ring_sends(pool):
     for exchange, numbers in (("keys", 8 * 40), ("latents", 40)):
         flags = f"{MLA} {cp(1, 4)} --context-parallel-balance contiguous --latent-exchange {exchange}"
         assert sum(pool.run(ring_bytes, 4, flags, timeout=120)) == 6 * 16 * 2 * 4 * numbers
-
-
-@pytest.mark.parametrize(
-    "world, flags",
-    [(1, MLA), (1, PLAIN), (4, f"{MLA} {SP} {cp(2, 1)}"), (2, f"{EXPERTS} {P2}")],
-)
-def test_bytes_of_weights_and_states_are_those_of_the_formula(pool, world, flags):
-    for real, formula in pool.run(held_here, world, flags, timeout=120):
-        assert real == formula
-
-
-@pytest.mark.parametrize("saved, loaded", [((2, f"{cp(2, 1)} --zero-stage 1"), (4, f"{SP} {P2}"))])
-@pytest.mark.lab
-def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, saved, loaded):
-    after = pool.run(save, saved[0], f"{EXPERTS} {saved[1]}", str(tmp_path), timeout=120)[0]
-    for losses in pool.run(resume, loaded[0], f"{EXPERTS} {loaded[1]}", str(tmp_path), timeout=120):
-        assert losses == pytest.approx(after, rel=1e-5)
-
-
-def test_a_trained_deepseek_has_the_same_loss_in_transformers(pool, tmp_path):
-    from tools.convert_hf import main as convert
-
-    grid = f"{SP} {cp(1, 2)} --expert-model-parallel-size 2"
-    pool.run(save, 4, f"{EXPERTS} {grid}", str(tmp_path / "ours"), timeout=120)
-    loss, batch = pool.run(evaluated_batch, 1, EXPERTS, str(tmp_path / "ours"), timeout=120)[0]
-    assert convert(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")]) == 0
-    assert loss_in_transformers(tmp_path / "hf", batch) == pytest.approx(loss, rel=1e-5)

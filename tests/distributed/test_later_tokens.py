@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.distributed.test_experts import resume, save
 from tests.distributed.training_runs import (
     A2A,
     FULL,
@@ -184,20 +183,6 @@ def over_ends(batch: dict, positions: torch.Tensor, by: int) -> dict:
 
     there = positions + by
     return {key: batch[key][:, there.clamp(max=batch[key].size(1) - 1)] * (there < batch[key].size(1)) for key in KEYS}
-
-
-@pytest.mark.parametrize(
-    "model, saved, loaded",
-    [
-        (MTP, (2, f"{cp(1, 2)} --zero-stage 1"), (4, f"{SP} {P2}")),
-        pytest.param(DEEPSEEK, (4, f"{cp(1, 2)} {ep(4)} {ZERO3}"), (4, f"{SP} {P2}"), marks=pytest.mark.full),
-    ],
-)
-@pytest.mark.lab
-def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
-    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
-    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
-        assert losses == pytest.approx(after, rel=1e-5)
 
 
 PROMPTS = [[5, 17, 130, 2, 99, 40], [250, 3, 3, 71, 8, 200]]

@@ -17,8 +17,7 @@ from megatron.context_parallel import initialize_grid
 from megatron.context_parallel.huggingface import parallelize
 from tests.distributed import test_architectures as architectures
 from tests.distributed import test_mamba2, test_qwen3_next
-from tests.distributed.test_experts import resume, save
-from tests.distributed.test_gated_delta_net import DOCUMENTS, FPDT, HYBRID, UNEVEN
+from tests.distributed.test_gated_delta_net import DOCUMENTS, FPDT, HYBRID
 from tests.distributed.test_hugging_face import over_ranks
 from tests.distributed.test_hugging_face_load import COMMON
 from tests.distributed.test_sft import LORA, check_peft, frozen, go_on, tune_folder
@@ -127,21 +126,6 @@ def own_rows(_: Any) -> Callable[[], None]:
 
 
 # ---- Checkpoints, and Hugging Face.
-
-
-@pytest.mark.parametrize(
-    "model, saved, loaded",
-    [
-        (DELTA, (4, f"{SP} {cp(1, 2)} --zero-stage 1"), (2, f"{P2} {UNEVEN}")),
-        (LAST, (2, P2), (2, f"{P2} --zero-stage 1")),
-        *also_in_full((MAMBA, (2, f"{cp(2, 1)} --zero-stage 3"), (2, f"{T2} --zero-stage 1"))),
-    ],
-)
-@pytest.mark.usual(1)
-def test_adapters_are_loaded_on_another_grid(pool, tmp_path, model, saved, loaded):
-    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
-    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
-        assert losses == pytest.approx(after, rel=1e-5)
 
 
 NEMOTRON = {name: size for name, size in architectures.KINDS["nemotron_h"].items() if "expert" not in name} | {

@@ -135,51 +135,21 @@ def wrong_by(wrong: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor
     return float((wrong[name] - right[name]).abs().max() / right[name].abs().max())
 
 
-def layer_in_fp64(flags: str, mistake: Any = None) -> dict[str, torch.Tensor]:
-    """Output and gradients (input and weights) of the first layer's attention or mixer, complete on each rank."""
-    from megatron.certifying.programs.whole_gradients import gather_over_tensor_parallel
-    from megatron.training.arguments.parser import parse
-    from megatron.training.model.build import build_model
-    from megatron.training.model.weights import sections
-    from megatron.training.setup import start
+def save(flags: str, folder: str) -> list[float]:
+    """Train two steps and save; losses of two more."""
+    from megatron.training.checkpoint import checkpoint
 
-    config = parse(f"{SHAPE} {RUN} {flags}".split(), LLAMA, dist.get_world_size())
-    runtime = start(config)
-    grid, layout = runtime.grid, runtime.layout
-    (chunk,) = build_model(config, grid, layout, 301, runtime.device)
-    layer = chunk.decoder.layers[0].self_attention.double()
-    if hasattr(layer, "A_log"):
-        layer.A_log.data -= 4  # states that last
-    torch.manual_seed(7)
-    whole = torch.randn(2, layout.seq_length, 2, 64, dtype=torch.float64)
-    tensor, split = grid.tensor, config.parallel.sequence_parallel
-    mine = layout.shard(whole, 1)
-    mine = mine.chunk(tensor.size, 1)[tensor.rank] if split else mine
-    x, dout = mine[0].clone().requires_grad_(), mine[1]
-    undo = mistake(None) if mistake is not None else None
-    out, _ = layer(x, None)
-    (out * dout).sum().backward()
-    if undo is not None:
-        undo()
+    job = make_job(flags)
+    train_job(job, 2)
+    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    return train_job(job, 2)[0]
 
-    def all_tokens(part: torch.Tensor) -> torch.Tensor:
-        if split:
-            parts = [torch.empty_like(part) for _ in range(tensor.size)]
-            dist.all_gather(parts, part.contiguous(), group=tensor.group)
-            part = torch.cat(parts)
-        return layout.gather(part, 0)
 
-    result = {"out": all_tokens(out.detach()), "dx": all_tokens(x.grad)}
-    for name, parameter in layer.named_parameters():
-        grad = parameter.grad
-        if grid.context.size > 1:
-            dist.all_reduce(grad, group=grid.context.group)
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(grad, group=tensor.group)
-        if getattr(parameter, "tensor_model_parallel", False):
-            grad = gather_over_tensor_parallel(grad, parameter.partition_dim, sections(parameter), tensor)
-        result[name] = grad
-    return result
+def resume(flags: str, folder: str) -> list[float]:
+    """Losses of two steps after those that :func:`save` saved."""
+    job = make_job(f"{flags} --load {folder}")
+    assert job.progress.iteration == 2
+    return train_job(job, 2)[0]
 
 
 def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:
