@@ -182,4 +182,5 @@ def latent_attention(settings: AttentionSettings, linear: Linear, norm: type, *,
         core_attention=partial(ContextParallelAttention, settings=settings),
     )
     up = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
-    return MixerSpec(ModuleSpec(LatentAttention, submodules=parts), up | {"input_layernorm.": "input_layernorm."})
+    params = {"attn_mask_type": AttnMaskType.causal}  # core's layers for multi-token prediction look for it
+    return MixerSpec(ModuleSpec(LatentAttention, params, parts), up | {"input_layernorm.": "input_layernorm."})
