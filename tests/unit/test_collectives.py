@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,13 +290,6 @@ def test_a_price_is_cached():
     kept = machine.prices["all_reduce", 16, 1]
     transfer_seconds(transfer, machine)
     assert machine.prices["all_reduce", 16, 1] is kept and replace(machine).prices == {}
-    best = float("inf")
-    for _ in range(20):
-        start = time.process_time()
-        for _ in range(500):
-            transfer_seconds(transfer, machine)
-        best = min(best, (time.process_time() - start) / 500)
-    assert best < 20e-6  # 3 us on a quiet core
 
 
 # Pipelines that do not divide the layers: flags are read correctly; time and memory equal those of dry runs.

@@ -116,25 +116,6 @@ def test_ranks_share_the_work(grid):
         assert many.parts[kind] == pytest.approx(one.parts[kind] / ranks, rel=1e-6)
 
 
-@pytest.mark.parametrize("ring", [2, 4, 8])
-def test_the_last_rank_of_a_contiguous_ring_has_the_most_to_do(ring):
-    zigzag, contiguous = step(ring=ring), step(ring=ring, balance="contiguous")
-    ratio = contiguous.parts["attention"] / zigzag.parts["attention"]
-    assert ratio == pytest.approx((2 * ring - 1) / ring)
-
-
-def test_ring_exchanges_hide_behind_tiles_and_the_last_gradients_do_not():
-    result = step(ring=4)
-    grads = 2 * 4 * (65536 // 4) * 8 * 128  # keys and values in fp32
-    # The last returning gradients are those of rank 0's block, of which others see only the early half.
-    assert result.parts["ring"] == pytest.approx(32 * grads / 2 / 1e11, rel=1e-6)
-    slow = step(replace(TOY, link=Link(1e8, 0.0)), ring=4)
-    # Keys (half as wide as gradients) take six hops, gradients two and a half.
-    assert slow.parts["ring"] + slow.parts["attention"] == pytest.approx(
-        32 * (6 * grads / 2 + 2.5 * grads) / 1e8, rel=0.25
-    )
-
-
 def test_all_to_alls_send_the_bytes_of_the_head_plan():
     strategy = Strategy(ulysses=16)
     a = attended(WORK, strategy)
@@ -180,18 +161,6 @@ def test_fpdt_computes_the_same_and_waits_for_the_host_when_chunks_are_small():
     ]
     assert waits[0] > waits[1] > waits[2]
     assert "host" not in step(slow, ulysses=4, recompute="full", fpdt_chunk=2048, fpdt_offload=False).parts
-
-
-def test_a_pipeline_fills_and_drains():
-    work = replace(WORK, global_batch=8)
-    result = step(workload=work, pipeline=4)
-    busy = sum(seconds for name, seconds in result.parts.items() if name not in ("bubble", "optimizer", "pp", "dp"))
-    # The loss is on the last stage, which no stage waits for: its size does not change the bubble.
-    shape = replace(work.shape, vocab=8 * work.shape.vocab)
-    more = step(workload=replace(work, shape=shape), pipeline=4).parts["bubble"]
-    assert more == pytest.approx(result.parts["bubble"])
-    assert 0.5 * busy * 3 / 8 < result.parts["bubble"] < busy * 3 / 8
-    assert step(workload=work, pipeline=4, virtual=2).parts["bubble"] == pytest.approx(result.parts["bubble"] / 2)
 
 
 def test_gradients_wait_unless_they_overlap_with_the_backward_pass():

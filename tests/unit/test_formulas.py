@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -372,26 +371,6 @@ def test_flops_equal_those_of_the_program() -> None:
     logits = 3 * 2 * one.workload.seq_length * TWO.hidden * TWO.vocab
     assert full.gemm - logits == pytest.approx((ours.gemm - logits) * 4 / 3)
     assert full.attention == pytest.approx(ours.attention * 4.5 / 3.5)
-
-
-def test_fast_enough_for_a_planner() -> None:
-    workload = Workload(Shape(32, 4096, 14336, 32, 8, 128, 128256), 2**17, 8)
-    grids = [
-        S(tensor, ulysses, 1, 2, zero=zero, micro_batch=batch, recompute=recompute, fpdt_chunk=chunk)
-        for tensor in (1, 2, 4)
-        for ulysses in (1, 2, 4)
-        for zero in range(4)
-        for batch in (1, 2)
-        for recompute in ("none", "selective", "full")
-        for chunk in (0, 65536)
-    ]
-    times = []
-    for length in (2**16, 2**17, 2**18):
-        begin = time.process_time()
-        for strategy in grids:
-            device_memory(replace(workload, seq_length=length), strategy)
-        times.append((time.process_time() - begin) / len(grids))
-    assert min(times[1:]) < 150e-6  # 40 us on a quiet machine
 
 
 # --- the papers ---
