@@ -27,6 +27,10 @@ MLA = {
     "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
 }  # fmt: skip
+# Many heads of the indexer: a score is seldom exactly 0, where transformers chooses some of the equal keys.
+CHOICE = {
+    "n_routed_experts": 4, "moe_intermediate_size": 16, "index_topk": 5, "index_head_dim": 8, "index_n_heads": 16,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -44,6 +48,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "deepseek_v3": MLA | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16},
     "gpt_oss": BOTH_KINDS | MOE | {"head_dim": 8},
+    "deepseek_v32": MLA | CHOICE | {"n_group": 2, "topk_group": 1},
+    "glm_moe_dsa": MLA | CHOICE | {"indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3},
 }
 # transformers makes masks for these that do not separate documents, because the models pass it no position_ids.
 UNPACKED = ("gpt_oss", "opt")

@@ -30,6 +30,7 @@ from megatron.context_parallel.huggingface.decoder_loss import (
     token_scores,
 )
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
+from megatron.context_parallel.huggingface.indexed_layers import chooses_keys, forward_by_choice
 from megatron.context_parallel.huggingface.linear_layers import (
     MIXER,
     OverRanks,
@@ -79,6 +80,7 @@ def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[Removable
 PART = "context_part"  # the entry of a cut batch with its Part
 REFUSED = ("output_attentions", "output_router_logits", "use_cache")
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
+CHOICE = "indexed_attention"
 STATE_KINDS = ("linear_attention", "hybrid")  # hybrid: with a state and with attention
 OTHER_KINDS = ("mlp", "moe")  # layers that mix no tokens
 
@@ -265,6 +267,11 @@ class ContextParallel:
             raise ValueError(f"{who} hands on a state, which FPDT does not support: leave fpdt out")
         for module in states:
             self._replace_forward(module, forward_with_ours)
+        for module in filter(chooses_keys, model.modules()):
+            if fpdt is not None:
+                who = type(module).__name__
+                raise ValueError(f"{who} chooses its keys, which FPDT does not support: leave fpdt out")
+            self._replace_forward(module, forward_by_choice)
         if states:  # not every causal language model hands its keyword arguments on to its base model
             hook = model.base_model.register_forward_pre_hook(self._add_mixer, with_kwargs=True)
             self._undo.append(hook.remove)
@@ -388,8 +395,9 @@ def _check(model: nn.Module, grid: Grid) -> None:
         if getattr(config, name, False) or getattr(model.config, name, False):
             raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
-        with_state = kind in STATE_KINDS and any(map(has_state, model.modules()))
-        if kind not in (*ATTENTION_KINDS, *OTHER_KINDS) and not with_state:
+        checks = {CHOICE: chooses_keys, **dict.fromkeys(STATE_KINDS, has_state)}
+        known = kind in checks and any(map(checks[kind], model.modules()))
+        if kind not in (*ATTENTION_KINDS, *OTHER_KINDS) and not known:
             raise ValueError(
                 f"the model has layers of the kind {kind}, but over ranks only {' and '.join(ATTENTION_KINDS)} are "
                 "supported"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from megatron.context_parallel.huggingface.indexed_layers import chooses_keys
 from megatron.context_parallel.huggingface.linear_layers import MIXER, Alone, has_state
 from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by
 
@@ -32,6 +33,12 @@ class _Alone:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self.heads.add((q.size(1), k.size(1)))
         return v.repeat_interleave(q.size(1) // v.size(1), dim=1).transpose(1, 2).contiguous()
+
+    def choose(self, q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
+        return torch.arange(q.size(1), device=q.device)[None, :, None].expand(q.size(0), -1, 1)
+
+    def attend_chosen(self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:
+        return kv[:, :, None, -value_size:].expand(-1, -1, q.size(2), -1)
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,8 @@ def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
     probe = run_alone(model)
     first, second, moved = probe.logits[0, -1], probe.logits[1, -1], probe.logits[2, MOVED]
     close = partial(_close, limit=1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2)
-    if not (probe.heads or any(map(has_state, model.modules()))) or not close(first, second):
+    mixes = any(has_state(module) or chooses_keys(module) for module in model.modules())
+    if not (probe.heads or mixes) or not close(first, second):
         raise ValueError(
             f"tokens of {who} see each other outside of its attention (a convolution, a recurrence, attention of its "
             "own): not supported over ranks"

@@ -21,6 +21,8 @@ from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.huggingface.rank_batch import Part
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.context_parallel.sparse_attention.choice import choose_keys
+from megatron.context_parallel.sparse_attention.chosen_attention import sparse_attention
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -116,6 +118,16 @@ class Shared:
         out = attention_by_rule(q, k, v, layout=self.part.layout, rule=rule, masks=masks)
         return out.transpose(0, 1).contiguous()  # some models call view() on it
 
+    def choose(self, q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
+        q, k, weights = (x.transpose(0, 1) for x in (q, k, weights))
+        masks, layout = self.part.masks(self.window), self.part.layout
+        return choose_keys(q, k, weights, layout=layout, top_k=top_k, mask=masks).transpose(0, 1)
+
+    def attend_chosen(self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:
+        q, kv, chosen = (x.transpose(0, 1) for x in (q, kv.unsqueeze(2), chosen))
+        sizes = {"layout": self.part.layout, "value_size": value_size, "scale": scale}
+        return sparse_attention(q, kv, chosen, **sizes)[0].transpose(0, 1)
+
 
 @dataclass(frozen=True)
 class NotCausal:
@@ -185,7 +197,7 @@ def mask(
             "this model is distributed over ranks: call it as model(**context.shard(batch)), or restore it by "
             "context.remove() first"
         )
-    if use_vmap or not allow_is_causal_skip:
+    if use_vmap or not (allow_is_causal_skip or mask_function is causal_mask_function):
         return NotCausal("the model adds to its causal mask (for example full attention within images)")
     if not _is_causal(mask_function, local_size):
         return NotCausal("the model's mask is neither causal nor a causal sliding window")
