@@ -36,6 +36,7 @@ PACKAGES = [
     "context_parallel.attention.kernels",
     "context_parallel.attention",
     "context_parallel.linear_attention",
+    "context_parallel.sparse_attention",
     "context_parallel.fpdt",
     "context_parallel.huggingface",
     "context_parallel.core",
@@ -66,7 +67,8 @@ PACKAGES = [
 ]
 WITHOUT_CORE = ("system", "decisions", "certifying", "context_parallel.layout", "context_parallel.positions",
                 "context_parallel.attention", "context_parallel.attention.kernels", "context_parallel.linear_attention",
-                "context_parallel.fpdt", "context_parallel.huggingface", "formulas", "training.refusal",
+                "context_parallel.sparse_attention", "context_parallel.fpdt", "context_parallel.huggingface",
+                "formulas", "training.refusal",
                 "training.disk", "training.json_file", "training.ownership", "simulator.machines", "simulator.cost",
                 "simulator.planner")  # fmt: skip
 
