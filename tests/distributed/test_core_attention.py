@@ -55,39 +55,21 @@ REQUESTS = {
     "no_mask of the call": ({}, {"attn_mask_type": "no_mask"}, lambda q, k: k >= 0),
     "window": ({"config": {"window_size": (4, 0)}}, {}, lambda q, k: (k <= q) & (k >= q - 4)),
     "window of one token": ({"config": {"window_size": (0, 0)}}, {}, lambda q, k: k == q),
-    "window without a left end, of a layer that is not causal": (
-        {"config": {"window_size": (-1, 0)}, "attn_mask_type": "no_mask"},
-        {},
-        lambda q, k: k <= q,
-    ),
+    "window without a left end, of a layer that is not causal": ({"config": {"window_size": (-1, 0)},
+     "attn_mask_type": "no_mask"}, {}, lambda q, k: k <= q),
     "window without a left end": ({"config": {"window_size": (-1, 0)}}, {}, lambda q, k: k <= q),
-    "window of both sides": (
-        {"config": {"window_size": (4, 3)}, "attn_mask_type": "no_mask"},
-        {},
-        lambda q, k: (k <= q + 3) & (k >= q - 4),
-    ),
-    "every second layer": (
-        {"config": {"window_size": (4, 0), "window_attn_skip_freq": 2}, "layer_number": 2},
-        {},
-        lambda q, k: k <= q,
-    ),
+    "window of both sides": ({"config": {"window_size": (4, 3)}, "attn_mask_type": "no_mask"}, {}, lambda q,
+     k: (k <= q + 3) & (k >= q - 4)),
+    "every second layer": ({"config": {"window_size": (4, 0), "window_attn_skip_freq": 2}, "layer_number": 2}, {},
+     lambda q, k: k <= q),
     "documents": ({}, {"packed_seq_params": {}}, lambda q, k: (k <= q) & (document(k, ENDS) == document(q, ENDS))),
-    "documents without a mask inside": (
-        {"attn_mask_type": "padding"},
-        {"packed_seq_params": {}},
-        lambda q, k: document(k, ENDS) == document(q, ENDS),
-    ),
-    "padded documents": (
-        {"attn_mask_type": "padding_causal"},
-        {"packed_seq_params": {"cu_seqlens_q_padded": PADDED, "cu_seqlens_kv_padded": PADDED}},
-        lambda q, k: (k <= q) & (document(k, PADDED) == document(q, PADDED)),
-    ),
-    "documents and a window": (
-        {"config": {"window_size": (4, 0)}},
-        {"packed_seq_params": {}},
-        lambda q, k: (k <= q) & (k >= q - 4) & (document(k, ENDS) == document(q, ENDS)),
-    ),
-}
+    "documents without a mask inside": ({"attn_mask_type": "padding"}, {"packed_seq_params": {}}, lambda q,
+     k: document(k, ENDS) == document(q, ENDS)),
+    "padded documents": ({"attn_mask_type": "padding_causal"}, {"packed_seq_params": {"cu_seqlens_q_padded": PADDED,
+     "cu_seqlens_kv_padded": PADDED}}, lambda q, k: (k <= q) & (document(k, PADDED) == document(q, PADDED))),
+    "documents and a window": ({"config": {"window_size": (4, 0)}}, {"packed_seq_params": {}}, lambda q,
+     k: (k <= q) & (k >= q - 4) & (document(k, ENDS) == document(q, ENDS))),
+}  # fmt: skip
 
 
 def document(x, ends):

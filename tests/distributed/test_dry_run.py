@@ -48,11 +48,8 @@ CASES = {
     ),
     "ZeRO 2": (2, True, "--zero-stage 2 --bf16 --ulysses-parallel-size 2"),
     "ZeRO 3": (4, True, f"--zero-stage 3 --ring-parallel-size 2 {RECOMPUTE}"),
-    "FPDT in host memory": (
-        2,
-        True,
-        f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2",
-    ),
+    "FPDT in host memory": (2, True,
+     f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2"),
     "FPDT on a ring with offloaded checkpoints": (
         4,
         True,
@@ -103,27 +100,18 @@ CASES = {
         f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
     ),
-    "states on Ulysses x Ring": (
-        4,
-        True,
-        f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --qk-layernorm --num-layers 3 --bf16",
-    ),
+    "states on Ulysses x Ring": (4, True,
+     f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --qk-layernorm --num-layers 3 --bf16"),
     "states on TP x Ring": (
         4,
         True,
         f"{STATES} --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --zero-stage 1 "
         f"{RECOMPUTE}",
     ),
-    "states by heads, ZeRO 3": (
-        2,
-        True,
-        f"{STATES} --ulysses-parallel-size 2 --linear-attention-exchange heads --zero-stage 3",
-    ),
-    "states in FPDT": (
-        4,
-        True,
-        f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --fpdt --fpdt-chunk-size 256 --global-batch-size 2",
-    ),
+    "states by heads, ZeRO 3": (2, True,
+     f"{STATES} --ulysses-parallel-size 2 --linear-attention-exchange heads --zero-stage 3"),
+    "states in FPDT": (4, True,
+     f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --fpdt --fpdt-chunk-size 256 --global-batch-size 2"),
     "prediction further on TP x Ring": (
         4,
         True,
@@ -142,18 +130,15 @@ CASES = {
         f"{EXPERTS} --mtp-num-layers 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
         "--zero-stage 3 --bf16",
     ),
-    "prediction further in FPDT": (
-        2,
-        True,
-        "--mtp-num-layers 1 --fpdt --fpdt-chunk-size 256 --ring-parallel-size 2 --global-batch-size 2",
-    ),
+    "prediction further in FPDT": (2, True,
+     "--mtp-num-layers 1 --fpdt --fpdt-chunk-size 256 --ring-parallel-size 2 --global-batch-size 2"),
     "FPDT with TP, streamed": (
         4,
         True,
         "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
         f"--fpdt-chunk-size 256 --fpdt-stream-hidden {RECOMPUTE} --global-batch-size 2",
     ),
-}
+}  # fmt: skip
 
 
 def choose(router, busy):

@@ -26,10 +26,8 @@ GQA = "--bf16 --group-query-attention --num-query-groups 2"
 CASES = {  # name: (processes, flags)
     "by queries": (1, GQA),
     "by keys": (1, "--bf16"),
-    "ulysses, streamed, ZeRO 3": (
-        4,
-        f"{GQA} --ulysses-parallel-size 4 --zero-stage 3 --fpdt-stream-hidden {RECOMPUTE}",
-    ),
+    "ulysses, streamed, ZeRO 3": (4,
+     f"{GQA} --ulysses-parallel-size 4 --zero-stage 3 --fpdt-stream-hidden {RECOMPUTE}"),
     "two layers, streamed": (1, f"{GQA} --num-layers 2 --zero-stage 1 --fpdt-stream-hidden"),
     "zigzag": (2, f"{GQA} --ring-parallel-size 2 {RECOMPUTE}"),
     "contiguous": (2, f"{GQA} --ring-parallel-size 2 --context-parallel-balance contiguous {RECOMPUTE}"),
@@ -45,20 +43,15 @@ CASES = {  # name: (processes, flags)
     "dropout of hidden states": (2, "--bf16 --hidden-dropout 0.1 --ulysses-parallel-size 2"),
     "documents": (2, "--bf16 --reset-attention-mask --reset-position-ids --ulysses-parallel-size 2"),
     "fp32": (1, ""),
-    "uneven": (
-        3,
-        "--bf16 --num-attention-heads 6 --hidden-size 96 --ring-parallel-size 3 --seq-length 672 --fpdt-chunk-size 96",
-    ),
+    "uneven": (3,
+     "--bf16 --num-attention-heads 6 --hidden-size 96 --ring-parallel-size 3 --seq-length 672 --fpdt-chunk-size 96"),
     "pipeline": (
         4,
         f"--bf16 --num-layers 2 --ring-parallel-size 2 --pipeline-model-parallel-size 2 {RECOMPUTE} "
         "--global-batch-size 4",
     ),
-    "more ranks than keys": (
-        8,
-        f"{GQA} --ulysses-parallel-size 8 --micro-batch-size 2 --global-batch-size 2",
-    ),
-}
+    "more ranks than keys": (8, f"{GQA} --ulysses-parallel-size 8 --micro-batch-size 2 --global-batch-size 2"),
+}  # fmt: skip
 USUAL = [("zigzag", "A100-80G")]
 
 

@@ -294,11 +294,8 @@ def test_refusals(flags, output, capsys):
 PIPELINE = "--pipeline-model-parallel-size 2"
 MICRO_BATCHES = {
     "one stage": (1, 8, "--num-layers 1 --bf16 --zero-stage 0"),
-    "ZeRO 1, overlapped": (
-        4,
-        16,
-        "--ulysses-parallel-size 2 --num-layers 2 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather",
-    ),
+    "ZeRO 1, overlapped": (4, 16,
+     "--ulysses-parallel-size 2 --num-layers 2 --zero-stage 1 --overlap-grad-reduce --overlap-param-gather"),
     "ZeRO 3 with recompute": (2, 6, f"--num-layers 2 --zero-stage 3 --bf16 --ring-parallel-size 2 {RECOMPUTE}"),
     "pipeline": (4, 12, "--num-layers 4 --pipeline-model-parallel-size 4 --zero-stage 1 --bf16"),
     "virtual stages": (2, 12, f"--num-layers 4 {PIPELINE} --num-virtual-stages-per-pipeline-rank 2"),
@@ -314,17 +311,11 @@ MICRO_BATCHES = {
         f"--num-layers 1 --fpdt --fpdt-chunk-size 128 --bf16 --offload-checkpoints --ulysses-parallel-size 2 "
         f"{RECOMPUTE}",
     ),
-    "dropout": (
-        2,
-        6,
-        f"--num-layers 1 --hidden-dropout 0.1 --attention-dropout 0.1 --ring-parallel-size 2 {RECOMPUTE}",
-    ),
-    "FPDT in a pipeline": (
-        4,
-        6,
-        f"--num-layers 2 {PIPELINE} --ring-parallel-size 2 --fpdt --fpdt-chunk-size 128 --bf16 {RECOMPUTE}",
-    ),
-}
+    "dropout": (2, 6,
+     f"--num-layers 1 --hidden-dropout 0.1 --attention-dropout 0.1 --ring-parallel-size 2 {RECOMPUTE}"),
+    "FPDT in a pipeline": (4, 6,
+     f"--num-layers 2 {PIPELINE} --ring-parallel-size 2 --fpdt --fpdt-chunk-size 128 --bf16 {RECOMPUTE}"),
+}  # fmt: skip
 USUAL = {"virtual stages": 1}
 
 

@@ -501,12 +501,8 @@ def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "chosen", "here", "notice"),
     [
-        (
-            "",
-            "cpu",
-            (9, 0),
-            "is for the kernel triton, but attention uses cpu: leave it out, or add --attention-kernel",
-        ),
+        ("", "cpu", (9, 0),
+         "is for the kernel triton, but attention uses cpu: leave it out, or add --attention-kernel"),
         ("", "triton", (9, 0), "its sizes are not for fp32"),
         ("--bf16 --position-embedding-type alibi", "triton", (9, 0), "its sizes are not for ALiBi"),
         ("--bf16 --attn-logit-softcapping 5", "triton", (9, 0), "its sizes are not for a soft-cap"),
@@ -515,7 +511,7 @@ def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         ("--bf16", "triton", (8, 0), "was measured on a GPU of capability 9.0, but this one has 8.0: measure this one"),
         ("--bf16", "triton", (9, 0), None),
     ],
-)
+)  # fmt: skip
 def test_attention_block_sizes_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch, flags, chosen, here, notice
 ):

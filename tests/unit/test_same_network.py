@@ -196,14 +196,11 @@ def test_a_mask_that_no_class_has_is_not_exported(attention: dict[str, Any], wor
         ("qwen2", {"sliding_window": 8}, {}),  # switched off
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, {}),  # only from layer 28
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, {"window_size": (7, 0)}),
-        (
-            "qwen2",
-            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-            {"window_size": (7, 0), "window_attn_skip_freq": [0, 1]},
-        ),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, {"window_size": (7, 0),
+         "window_attn_skip_freq": [0, 1]}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_windows_of_models_like_llama_are_read(kind: str, keys: dict[str, Any], attention: dict[str, Any]) -> None:
     wanted = {"attention_mask": "window"} | attention if attention else {}
     assert described(LLAMA | {"model_type": kind} | keys, "").attention == wanted
