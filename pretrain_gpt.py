@@ -4,9 +4,9 @@
 
 import sys
 
-from megatron.simulator.dry_run.command import simulate
+from megatron.simulator.command import advise, simulate
 from megatron.simulator.planner import fastest
 from megatron.training.pretrain import main
 
 if __name__ == "__main__":
-    sys.exit(main(simulate=simulate, fastest=fastest))
+    sys.exit(main(simulate=simulate, fastest=fastest, advise=advise))

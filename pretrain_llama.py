@@ -4,10 +4,10 @@
 
 import sys
 
-from megatron.simulator.dry_run.command import simulate
+from megatron.simulator.command import advise, simulate
 from megatron.simulator.planner import fastest
 from megatron.training.pretrain import main
 from megatron.training.settings.models import LLAMA_DEFAULTS
 
 if __name__ == "__main__":
-    sys.exit(main(defaults=LLAMA_DEFAULTS, simulate=simulate, fastest=fastest))
+    sys.exit(main(defaults=LLAMA_DEFAULTS, simulate=simulate, fastest=fastest, advise=advise))

@@ -32,6 +32,7 @@ from unittest.mock import patch
 from megatron.training.arguments import validate
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal, Refusals, Unreadable, reason, some
+from megatron.training.settings.config import Config
 from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools.launch_command import Launch, grid, launch, slurm
 from tools.launch_confined import why_not
@@ -64,21 +65,8 @@ def check(script: Path, args: argparse.Namespace) -> int:
         Refusal: the script cannot be confined on this machine, or it changed the record of its calls.
         OSError: it cannot be read.
     """
-    if not args.trust_script and (why := why_not()):
-        raise Refusal(
-            f"{why}, and a script may do more than start a program: read {script}, and if you would run it yourself, "
-            "give --trust-script"
-        )
-    job = slurm(script.read_text(errors="replace"))
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**job, **os.environ}
-        done = record(
-            script.resolve(), args.arguments, Path.cwd(), environment, Path(folder), confined=not args.trust_script
-        )
-        launches = []
-        for call in done.calls:
-            if (training := launch(call.words, call.tasks)) and (training, call.cwd) not in launches:
-                launches.append((training, call.cwd))
+        launches, done = training_commands(script, args.arguments, Path(folder), trusted=args.trust_script)
         for training, cwd in launches:
             accepted = report(training, cwd, done, args.processes)
             args.refused = args.refused or not accepted
@@ -89,6 +77,46 @@ def check(script: Path, args: argparse.Namespace) -> int:
         report_nothing(script, done)
         return EXIT_NOTHING
     return EXIT_REFUSED if args.refused else 0
+
+
+def training_commands(
+    script: Path, arguments: list[str], folder: Path, trusted: bool
+) -> tuple[list[tuple[Launch, Path]], Record]:
+    """(The training commands of a script with their working directories, all that it called).
+
+    Args:
+        folder: an empty one, for what the script writes.
+        trusted: whether to run the script without the kernel's confinement.
+
+    Raises:
+        Refusal, OSError: see :func:`check`.
+    """
+    if not trusted and (why := why_not()):
+        raise Refusal(
+            f"{why}, and a script may do more than start a program: read {script}, and if you would run it yourself, "
+            "give --trust-script"
+        )
+    environment = {**slurm(script.read_text(errors="replace")), **os.environ}
+    done = record(script.resolve(), arguments, Path.cwd(), environment, folder, confined=not trusted)
+    launches = []
+    for call in done.calls:
+        if (training := launch(call.words, call.tasks)) and (training, call.cwd) not in launches:
+            launches.append((training, call.cwd))
+    return launches, done
+
+
+def parsed(flags: list[str], result: Launch, cwd: Path, done: Record, processes: int | None) -> Config:
+    """The configuration of a training command with these ``flags``. Raises Refusal if it is refused."""
+    name = Path(result.program).name
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        # The script runs on other machines, which are assumed to have Transformer Engine.
+        with patch.object(validate, "transformer_engine_installed", lambda: True):
+            flags = [recorded_path(word, cwd, done) for word in flags]
+            return parse(flags, LLAMA_DEFAULTS if "pretrain_llama" in name else None, processes, shape_of)
+    finally:
+        os.chdir(before)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,19 +147,11 @@ def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bo
     name = Path(result.program).name
     if not name.startswith(("pretrain_gpt", "pretrain_llama")):
         print(f"{name} is another program: only its flags are checked, as those of pretrain_gpt.py")
-    defaults = LLAMA_DEFAULTS if "pretrain_llama" in name else None
-    flags = [recorded_path(word, cwd, done) for word in result.flags]
-    before = Path.cwd()
-    os.chdir(cwd)
     try:
-        # The script runs on other machines, which are assumed to have Transformer Engine.
-        with patch.object(validate, "transformer_engine_installed", lambda: True):
-            config = parse(flags, defaults, count, shape_of)
+        config = parsed(result.flags, result, cwd, done, count)
     except Refusal as refusal:
         report_refusals(refusal, result, done)
         return False
-    finally:
-        os.chdir(before)
     print("accepted" + (", with these notes:" if config.notes else ""))
     for note in config.notes:
         print(f"  - {with_script_paths(note, done)}")

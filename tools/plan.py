@@ -130,7 +130,7 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
     if args.html:
         from megatron.simulator.planner.page import page
 
-        write(args.html, page(ranking, results, others), "--html")
+        write(args.html, page(ranking, results, others, run_words(offer.run, about) if offer.run else ""), "--html")
     if args.confirm:
         gpu = next(name for name in args.gpu if load(name).name == problem.machine.name)
         confirm(ranking, gpu, console)

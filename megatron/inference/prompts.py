@@ -98,7 +98,7 @@ def _prompt(where: str, value: str | list[int], tokenizer: Tokenizer, vocab_size
     return Prompt(where, value if isinstance(value, str) else None, tuple(tokens))
 
 
-PRINTED = ("weights of another network", "WARNING: checkpoint", "not checked")  # beginnings of the printed notes
+PRINTED = ("this run changes the network", "WARNING: checkpoint", "not checked")  # beginnings of the printed notes
 
 
 @dataclass(frozen=True)

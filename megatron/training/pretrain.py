@@ -9,29 +9,36 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron.system.srun import check_ranks, take_ranks_of_srun
-from megatron.training.arguments.argv import take_ranks
+from megatron.training.arguments.argv import flat, options, take_ranks
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.schedule import AnotherStage
+from megatron.training.arguments.suggest import fixed
 from megatron.training.launcher import follow_launcher
-from megatron.training.refusal import Refusal, one_line
+from megatron.training.refusal import Fix, Refusal, one_line
 from megatron.training.settings.config import Config
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 Work = Callable[[Config, Any, Any], int]  # (settings, Runtime, Heartbeat or None) -> exit code
+Possible = Callable[[Fix], Fix | None]
+"""A change without the flags that the command line does not have; None if the changed command line is refused."""
+CORE = r"megatron\.core|torch\.distributed"  # modules whose warnings do not concern a run
 SAVES_MEMORY = "--dry-run shows where memory is used, and docs/use/memory.md how to use less"
 
 
 def main(
     argv: list[str] | None = None,
     defaults: dict[str, Any] | None = None,
-    simulate: Callable[[Config], int] | None = None,
+    simulate: Callable[[Config, Possible], int] | None = None,
     fastest: Fastest | None = None,
     work: Work | None = None,
+    advise: Callable[[Config, Possible], list[str]] | None = None,
 ) -> int:
     """Entry point of pretrain_gpt.py and pretrain_llama.py; returns the exit code.
 
@@ -42,11 +49,25 @@ def main(
         argv: command line without the program's name; default ``sys.argv``.
         defaults: settings in which this entry point differs from Megatron-LM, as {"section.field": value}.
         simulate: does the --dry-run of a checked configuration and returns an exit code. If several processes were
-            started, only the first simulates; the others return 0 at once.
+            started, only the first simulates; the others return 0 at once. It can ask whether a change of the command
+            line is possible.
         fastest: chooses among grids, for --elastic with --gpu.
         work: replaces `train`.
+        advise: lines to print when a GPU's memory runs out; it can ask as ``simulate``.
     """
     given = sys.argv[1:] if argv is None else argv
+    warnings.filterwarnings("ignore", module=CORE)
+
+    def possible(fix: Fix) -> Fix | None:
+        """``fix`` without the flags that are not given; None if the changed command line is refused."""
+        split = options(given)
+        fix = replace(fix, drop=" ".join({*fix.drop.split()} & {flag for flag, *_ in split}))
+        try:
+            parse(flat(fixed(split, fix)), defaults, int(os.environ.get("WORLD_SIZE", "1")), _shape_of)
+        except Refusal:
+            return None
+        return fix
+
     try:
         take_ranks(given, os.environ)
         follow_srun(simulated="--dry-run" in given)
@@ -59,10 +80,10 @@ def main(
         config = read(0)
         quiet()
         if not config.simulation.dry_run:
-            return run(config, work, stage_at=read)
+            return run(config, work, stage_at=read, advise=partial(advise, config, possible) if advise else None)
         if simulate is None:
             raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
-        return simulate(config)
+        return simulate(config, possible)
     except Refusal as refusal:
         print_refusal(refusal)
         return EXIT_REFUSED
@@ -92,18 +113,20 @@ def run(
     work: Work | None = None,
     saves_memory: str = SAVES_MEMORY,
     stage_at: Callable[[int], Config] | None = None,
+    advise: Callable[[], list[str]] | None = None,
 ) -> int:
     """Set up, train (or do ``work``), and leave the process groups; returns the exit code.
 
     Args:
         saves_memory: the advice in the message when memory runs out.
         stage_at: the configuration that goes on after an iteration, for --seq-length-schedule.
+        advise: more lines when a GPU's memory runs out.
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the imports, which take seconds
     begin = time.monotonic()
     while True:
         try:
-            return _run(config, work, saves_memory)
+            return _run(config, work, saves_memory, advise)
         except AnotherStage as stage:
             after = stage.iteration
         from megatron.training.setup import free_memory
@@ -114,7 +137,7 @@ def run(
             config.run.exit_duration_in_mins -= (time.monotonic() - begin) / 60
 
 
-def _run(config: Config, work: Work | None, saves_memory: str) -> int:
+def _run(config: Config, work: Work | None, saves_memory: str, advise: Callable[[], list[str]] | None = None) -> int:
     from megatron.training.data.read_tokens import DataError
     from megatron.training.features.heartbeat import COMMUNICATION_ERROR, heartbeat
     from megatron.training.setup import start, stop
@@ -149,6 +172,8 @@ def _run(config: Config, work: Work | None, saves_memory: str) -> int:
         lines = None if beats is None or isinstance(error, Refusal) else beats.failed(error)
         if lines is None and (wanted := out_of_memory(error)):
             lines = [f"error: out of memory: {wanted}; {saves_memory}"]
+            if advise is not None and runtime.is_rank_zero and runtime.device.type == "cuda":
+                lines += advise()
         if lines is None:
             raise
         for line in lines:
@@ -285,7 +310,7 @@ def quiet() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)  # warns that it is switched off
     silence_notices()
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    warnings.filterwarnings("ignore", module=CORE)
 
 
 def print_refusal(refusal: Refusal) -> None:

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -49,6 +50,12 @@ def printable(text: str) -> str:
         text = " ".join(text.splitlines())
         text = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 305]} ... {text[-300:]}"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The name that looks most like a word, in any case."""
+    by_lower = {name.lower(): name for name in names}
+    return by_lower[get_close_matches(word.lower(), by_lower, 1, 0.0)[0]]
 
 
 def near(value: int, unit: int) -> str:

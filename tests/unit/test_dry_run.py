@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.formulas.host_bytes import Loads, forward_loads
+from megatron.simulator.command import simulate
 from megatron.simulator.cost.trace import HostCopy, Phase, Transfer, Wait
 from megatron.simulator.dry_run.allocation.reserved import Reserved, runtime_memory
-from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import DryRun, Figures, RankReport, dry_run, ranks_of, run_job, too_full
 from megatron.simulator.dry_run.dry_run_report import verdict
 from megatron.simulator.dry_run.one_rank import run_rank

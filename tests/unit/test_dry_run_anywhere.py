@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.simulator.command import simulate
 from megatron.simulator.cost.seconds import kernel_seconds
 from megatron.simulator.cost.trace import Kernel
-from megatron.simulator.dry_run.command import simulate
 from megatron.simulator.dry_run.dry_run import dry_run
 from megatron.simulator.dry_run.one_rank import vocabulary_of
 from megatron.simulator.dry_run.recording.fp8 import held_by

@@ -67,9 +67,7 @@ def read(flags: str, world: int = 1) -> Config:
         (f"{MAMBA} --mtp-num-layers 1", "with --mtp-num-layers is not supported"),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "needs --is-hybrid-model"),
         ("--lora-rank 4 --lora-targets in_proj", "--lora-targets in_proj is no layer of this model: choose from"),
-        ("--lora-rank 4 --lora-targets v_proj", "--lora-targets v_proj: use linear_qkv, which is q_proj, k_proj"),
-        ("--lora-rank 4 --lora-targets o_proj", "--lora-targets o_proj: use linear_proj, its name here"),
-        (f"{GDN} --lora-rank 4 --lora-targets in", "--lora-targets in: not supported; choose from linear_qkv"),
+        (f"{GDN} --lora-rank 4 --lora-targets in", "--lora-targets in: not supported; did you mean in_proj? Layers"),
         (f"{HYBRID} MMMM --lora-rank 4 --lora-targets linear_qkv",
          "--lora-targets linear_qkv is no layer of this model: choose from in_proj"),
         (f"{HYBRID} M-M* --lora-rank 4 --lora-targets in_proj out_proj",
@@ -101,6 +99,26 @@ def test_which_layers_get_adapters(flags: str, targets: str) -> None:
     config = read(flags)
     assert config.model.lora_targets == targets.split()
     assert any("experts get no adapters" in note for note in config.notes) == ("experts" in flags)
+
+
+@pytest.mark.parametrize(
+    "given, targets, note",
+    [
+        (
+            "q_proj v_proj",
+            "linear_qkv",
+            "q_proj v_proj: linear_qkv is one layer here, so its adapter also changes k_proj",
+        ),
+        ("o_proj up_proj", "linear_proj linear_fc1", "up_proj: linear_fc1 is one layer here, so its adapter also"),
+        ("q_proj k_proj v_proj down_proj", "linear_qkv linear_fc2", ""),
+        ("qkv_proj linear_proj", "linear_qkv linear_proj", ""),
+    ],
+)
+def test_names_of_hugging_face_are_layers_here(given: str, targets: str, note: str) -> None:
+    config = read(f"--lora-rank 4 --lora-targets {given}")
+    assert config.model.lora_targets == targets.split()
+    notes = [line for line in config.notes if "--lora-targets" in line]
+    assert len(notes) == bool(note) and note in "".join(notes)
 
 
 @pytest.mark.parametrize("frequency, layers", [("4", [1, 1, 1, 0]), ("2", [1, 0, 1, 0]), ("[0,1]*2", [0, 1, 0, 1])])

@@ -335,11 +335,14 @@ def test_peaks_equal_those_that_training_uses_for_mfu():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(Refusal, match="--gpu A100-81G: unknown; use .*A100-80G.*H100-80G"):
+    with pytest.raises(Refusal, match="--gpu A100-81G: unknown; the nearest is A100-80G; use .*A100-80G.*H100-80G"):
         load("A100-81G")
-    with pytest.raises(Refusal, match="^--gpu h100: one of several: use H100-80G or H100-96G-500W$"):
-        load("h100")
+    with pytest.raises(Refusal, match="--gpu H100 PCIe: unknown; the nearest is H100-80G"):
+        load("H100 PCIe")
+    with pytest.raises(Refusal, match="^--gpu a100: one of several: use A100-40G or A100-80G$"):
+        load("a100")
     assert load("b200") == load("B200-192G")
+    assert {load(name).name for name in ("h100", "NVIDIA H100 80GB HBM3", "H100-SXM5-80GB")} == {"H100-80G"}
     with pytest.raises(Refusal, match="cannot be read: No such file"):
         load("no/such/machine.json")
 

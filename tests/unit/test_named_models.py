@@ -165,3 +165,32 @@ def test_a_config_json_that_is_refused(tmp_path: Path, text: str | None, message
     with pytest.raises(Refusal) as caught:
         preset(f"hf:{tmp_path}")
     assert message in str(caught.value) and str(caught.value).startswith(f"--model hf:{tmp_path}: ")
+
+
+@pytest.mark.parametrize(
+    "name, ours",
+    [
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3.1-70b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-v0.3", "mistral-7b"),
+        ("allenai/OLMo-2-1124-7B", "olmo-2-7b"),
+        ("google/gemma-2-9b-it", "gemma-2-9b"),
+    ],
+)
+def test_ids_of_the_hub_are_known(name: str, ours: str):
+    assert preset(name) == preset(ours) and vocabulary(name) == vocabulary(ours)
+
+
+@pytest.mark.parametrize("name", ["mistralai/Mistral-7B-v0.1", "mistral", "/data/Qwen3-8B", "Qwen/Qwen3-8B-2507"])
+def test_an_unknown_model_is_answered_by_the_nearest_one(name: str):
+    with pytest.raises(Refusal) as caught:
+        preset(name)
+    near = "qwen3-8b" if "Qwen" in name else "mistral-7b"
+    assert f"not a known shape; did you mean {near}?" in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_a_folder_is_named_with_its_prefix(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(Refusal, match=f"a folder is given as hf:{tmp_path}"):
+        preset(str(tmp_path))

@@ -482,7 +482,7 @@ def test_the_longest(capsys: pytest.CaptureFixture) -> None:
     "options, output",
     [
         ("--model llama4 --gpus 4 --gpu A100-80G --seq-length 1M",
-         "--model llama4: not a known shape; choose from gpt"),
+         "--model llama4: not a known shape; did you mean llama3"),
         ("--model llama3-8b --gpus 4 --gpu A100 --seq-length 1M", "--gpu A100: one of several: use A100-40G or"),
         ("--model llama3-8b --gpus 13 --gpu A100-80G --seq-length 1M", "use 8 or 16"),
         ("--model llama3-8b --gpus 0 --gpu A100-80G --seq-length 1M", "--gpus 0: give a whole number above 0"),

@@ -171,7 +171,7 @@ def test_words_and_settings_are_refused_together_in_order():
     assert isinstance(refusal, Refusals) and refusal.lines == [
         "--clip-grad: invalid number value: 'x'",
         "--seq-lenght is not a known flag: did you mean --seq-length?",
-        "--load-optim-state is not a known flag: --help lists them",
+        "--load-optim-state is not a known flag; the nearest is --no-load-optim, and --help lists all",
         "--lazy-mpu-init: weights are always created at start-up: leave it out",
         "--zero-stage 7: not supported; choose from 0, 1, 2, 3",
         "--optimizer lion: not supported; choose from adam, sgd, muon",

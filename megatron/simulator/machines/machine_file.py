@@ -16,9 +16,12 @@ from megatron.decisions.kernel_order import CROSSOVER, KERNELS
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Measured, Power, Rate, Runtime
 from megatron.simulator.machines.nccl_model import ALGORITHMS, GENERATIONS, Algorithm, Collectives
 from megatron.training.json_file import read_json
-from megatron.training.refusal import Refusal, short
+from megatron.training.refusal import Refusal, nearest, short
 
 MACHINES = Path(__file__).parent
+VENDOR = re.compile(
+    r"nvidia|tesla|sxm\d?|hbm\d?e?", re.IGNORECASE
+)  # words of a GPU's name that do not tell kinds apart
 Json = dict[str, Any]
 
 LONGEST_NAME = 255  # bytes of a file's name, on most systems
@@ -46,7 +49,7 @@ def load(name_or_path: str | Path) -> Machine:
 
 
 def find(name_or_path: str | Path) -> Path:
-    """The file of a known machine's name, or of the only one that begins with it, or the path that was given.
+    """The file of a known machine's name, or of the usual one that begins with it, or the path that was given.
 
     Raises:
         Refusal: the text is neither a known name, nor ends in ``.json``, nor is the path of a file.
@@ -56,12 +59,18 @@ def find(name_or_path: str | Path) -> Path:
         return path
     if text.endswith(".json") or Path(text).is_file():
         return Path(text)
-    begun = [name for name in known() if re.match(f"{re.escape(text)}(?![0-9A-Za-z])", name, re.IGNORECASE)]
-    if len(begun) == 1:
-        return find_known(begun[0])
-    if begun:
+    plain = "-".join(word for word in re.split(r"[-_ /]+", text) if not VENDOR.fullmatch(word))
+    plain = re.sub(r"(\d)GB\b", r"\1G", plain, flags=re.IGNORECASE)
+    begun = [name for name in known() if re.match(f"{re.escape(plain)}(?![0-9A-Za-z])", name, re.IGNORECASE)]
+    usual = [name for name in begun if name.count("-") == 1] or begun  # not those with a lower power limit
+    if plain and len(usual) == 1:
+        return find_known(usual[0])
+    if plain and begun:
         raise Refusal(f"--gpu {text}: one of several: use {' or '.join(begun)}")
-    raise Refusal(f"--gpu {text}: unknown; {_known_names()}, or the path of a JSON file of your own")
+    raise Refusal(
+        f"--gpu {text}: unknown; the nearest is {nearest(plain, known())}; {_known_names()}, or the path of a JSON "
+        "file of your own"
+    )
 
 
 def find_known(name: str) -> Path | None:

@@ -182,7 +182,8 @@ def run_words(run: Run, terms: Terms) -> str:
     tokens = run.problem.workload.seq_length * run.problem.workload.global_batch
     text = f"{run.steps:,} steps of {tokens:,} tokens take {days(run.seconds)} and {run.gpu_hours:,.0f} GPU-hours"
     if terms.prices:
-        text += f", {money(run.cost, terms)}"
+        source = f" (prices: {terms.prices.source})" if terms.prices.source else ""
+        text += f", {money(run.cost, terms)}{source}"
     failures = run.interrupted
     if failures is None:
         return text + ", if nothing fails."

@@ -127,13 +127,14 @@ TIMELINES = 25  # plans whose layer is drawn
 DIGITS = 5
 
 
-def page(report: Report, result: SearchResult, others: list[str]) -> str:
+def page(report: Report, result: SearchResult, others: list[str], run: str = "") -> str:
     """The HTML page.
 
     Args:
         report: the ranked plans.
         result: all plans that were priced.
         others: sentences about why other plans lose.
+        run: a sentence about the complete run of the first plan: days, GPU-hours, cost.
     """
     problem, winner = report.problem, report.plans[0]
     known: dict[Strategy, Plan] = {}
@@ -148,6 +149,7 @@ def page(report: Report, result: SearchResult, others: list[str]) -> str:
         "spare": problem.spare / GIB,
         "why": winning(winner, problem),
         "others": others,
+        "run": run,
         "parts": PARTS,
         "kinds": KINDS,
         "plans": [row(plan, problem) for plan in plans],

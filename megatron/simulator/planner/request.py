@@ -315,11 +315,11 @@ def _config(flags: tuple[str, ...], seq_length: int) -> Config:
     if read.model.model is None and read.model.vocab_size is None:
         raise Refusal("missing: --vocab-size; --model sets a complete shape, for example --model llama3-8b")
     config = parse(words, LLAMA_DEFAULTS, world_size=1)
-    _refuse_unknown(config)
+    refuse_unplannable(config)
     return config
 
 
-def _refuse_unknown(config: Config) -> None:
+def refuse_unplannable(config: Config) -> None:
     """Refuse models whose memory and time the planner does not know."""
     model = config.model
     wrong = {

@@ -110,6 +110,7 @@ class Prices:
 
     gpu_hour: dict[str, float]
     currency: str
+    source: str = ""  # where they come from
 
     def of(self, machine: str) -> float:
         """The price for a machine. Raises Refusal if there is none."""
@@ -204,7 +205,10 @@ def read_prices(path: Path) -> Prices:
     currency = raw.get("currency", "USD")
     if not isinstance(currency, str) or len(currency) > 20 or not currency.isprintable() or set("[]") & set(currency):
         raise Refusal(f"--prices {path}: currency: must be a short name such as USD, not {short(currency)}")
-    return Prices(hours, currency)
+    source = raw.get("source", "")
+    if not isinstance(source, str) or len(source) > 200 or not source.isprintable():
+        raise Refusal(f"--prices {path}: source: must be a short text, not {short(source)}")
+    return Prices(hours, currency, source)
 
 
 def days(seconds: float) -> str:

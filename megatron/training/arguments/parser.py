@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -405,9 +406,10 @@ def _check_values(given: dict[str, Any]) -> None:
             refused.append(Unreadable(flag, "has no value: give one, or leave it out", LEAVE_OUT))
         elif choices is not None and value is not None and value not in choices:
             fixes = [Fix(f"{flag} {choices[0]}")] if len(choices) == 1 else []
-            refused.append(
-                Refusal(f"{flag} {value}", f": not supported; choose from {', '.join(map(str, choices))}", *fixes)
-            )
+            close = get_close_matches(str(value).lower(), [str(choice).lower() for choice in choices], 1)
+            meant = next((f"did you mean {name}? " for name in choices if str(name).lower() in close), "")
+            named = ", ".join(map(str, choices))
+            refused.append(Refusal(f"{flag} {value}", f": not supported; {meant}choose from {named}", *fixes))
         elif any(isinstance(number, int) and abs(number) > LARGEST for number in numbers):
             refused.append(Refusal(f"{flag} {value}", ": exceeds 2**53; use a smaller number"))
         elif section == "model" or field.name in MOST:

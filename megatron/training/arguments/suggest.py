@@ -30,6 +30,22 @@ def explained(refusal: Refusal, words: list[str], read: Read) -> Refusal:
         refusal: what ``read`` refused first.
         read: raises a :class:`Refusal` if it does not accept a command line.
     """
+    listed, repair = _repaired(refusal, words, read)
+    if len(listed) == 1:
+        return listed[0]
+    if repair.undecided:
+        return Refusals(listed)
+    return Refusals(listed, shlex.join(flat(repair.options)), _changes(options(words), repair.options))
+
+
+def accepted(refusal: Refusal, words: list[str], read: Read) -> list[str] | None:
+    """The command line that would be accepted in place of ``words``; None if a choice is left to the user."""
+    _, repair = _repaired(refusal, words, read)
+    return None if repair.undecided else flat(repair.options)
+
+
+def _repaired(refusal: Refusal, words: list[str], read: Read) -> tuple[list[Refusal], _Repair]:
+    """(All refusals of ``words``, the command line after their fixes)."""
     repair = _Repair(words, read)
     listed = pending = refusal.parts
     for _ in range(ROUNDS):
@@ -43,11 +59,7 @@ def explained(refusal: Refusal, words: list[str], read: Read) -> Refusal:
             break
     else:
         repair.undecided = True
-    if len(listed) == 1:
-        return listed[0]
-    if repair.undecided:
-        return Refusals(listed)
-    return Refusals(listed, shlex.join(flat(repair.options)), _changes(options(words), repair.options))
+    return listed, repair
 
 
 class _Repair:
@@ -79,7 +91,7 @@ class _Repair:
         """Apply the first fix that helps. If none does, remove the flags at fault to see what else is refused."""
         self.answered.append(part)
         for fix in part.fixes:
-            edited = _fixed(self.options, fix, part.about)
+            edited = fixed(self.options, fix, part.about)
             if edited == self.options:
                 continue
             still_refused, added = self.refused(edited), _names(edited) - self._given
@@ -100,7 +112,7 @@ def _names(given: Options) -> set[str]:
     return {option[0] for option in given}
 
 
-def _fixed(given: Options, fix: Fix, about: Iterable[str]) -> Options:
+def fixed(given: Options, fix: Fix, about: Iterable[str] = ()) -> Options:
     """``given`` with a fix; unchanged if the new name of a flag is given already with another value."""
     if fix.rename:
         old, new = fix.rename

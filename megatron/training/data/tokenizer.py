@@ -12,6 +12,7 @@ import base64
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,9 @@ def _existing(path: str | None, flag: str, kind: str, folder: bool = False) -> s
 
 def _core(library: str, path: str | None, kind: str, flag: str, **options: Any) -> Any:
     """A tokenizer of megatron-core, or a Refusal."""
-    from megatron.core.tokenizers import MegatronTokenizer  # imports transformers, which takes seconds
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
+        from megatron.core.tokenizers import MegatronTokenizer  # imports transformers, which takes seconds
 
     metadata = {"library": library, "model_type": "gpt"}
     return _reading(

@@ -98,6 +98,8 @@ def differences(
     there = {**here, **OLDER, **older, **there}
     theirs, own = _canonical(there), _canonical(here)
     unread, learned = _unread(here), "learned_absolute" in (there[POSITIONS[0]], here[POSITIONS[0]])
+    if there[POSITIONS[0]] != "yarn":  # where the kinds of positions differ, that says it
+        unread = (*unread, "yarn_")
     for name in own:
         if name.startswith(unread) or _equal(theirs[name], own[name]):
             continue

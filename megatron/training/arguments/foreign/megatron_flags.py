@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from megatron.training.arguments.argv import options
 from megatron.training.arguments.foreign import fork_flags, ignored_flags, newer_flags, refused_flags
 from megatron.training.arguments.foreign.refused_flags import Advice
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, raise_all
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, nearest, raise_all
 from megatron.training.settings.config import ModelConfig
 
 OF_EXPERTS = "a dense model has no experts"  # reason of a hint in `fork_flags.py`
@@ -161,7 +161,7 @@ def _refusal(flag: str, supported: tuple[str, ...]) -> Refusal:
     refused = {SWITCH.sub("", name): name for name, row in table.items() if row.verdict == "refused"}
     for near in get_close_matches(SWITCH.sub("", f"--{word}"), refused, 1, 0.85):
         return Refusal(flag, f"{problem}, and {refused[near]} is refused: {table[refused[near]].reason}", LEAVE_OUT)
-    return Refusal(flag, f"{problem}: --help lists them", LEAVE_OUT)
+    return Refusal(flag, f"{problem}; the nearest is --{nearest(word, own)}, and --help lists all", LEAVE_OUT)
 
 
 def _similar(word: str, own: list[str], known: list[str]) -> str | None:

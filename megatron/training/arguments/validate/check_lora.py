@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, nearest, refuse_combinations
 from megatron.training.settings.config import Config, ModelConfig
 from megatron.training.settings.kinds.layer_patterns import hybrid_pattern, linear_layers
 
@@ -39,12 +39,13 @@ def complete_lora(config: Config) -> None:
         targets = [name for name in own if name not in FFN] or own if model.num_experts else own
         if model.num_experts:
             config.notes.append(f"--lora-rank: experts get no adapters, only {', '.join(targets)}")
+    targets = _own_names(config, targets)
     if unknown := [name for name in targets if name not in LORA_TARGETS]:
-        for name, theirs in JOINED.items():
-            if unknown[0] in theirs:
-                others = f"which is {', '.join(theirs[:3])} in one" if len(theirs) > 1 else "its name here"
-                raise Refusal(f"--lora-targets {unknown[0]}", f": use {name}, {others}")
-        raise Refusal(f"--lora-targets {unknown[0]}", f": not supported; choose from {', '.join(LORA_TARGETS)}")
+        near = nearest(unknown[0], LORA_TARGETS)
+        raise Refusal(
+            f"--lora-targets {unknown[0]}",
+            f": not supported; did you mean {near}? Layers are {', '.join(LORA_TARGETS)}",
+        )
     if model.multi_latent_attention and "linear_qkv" in targets:
         targets = [name for name in LORA_TARGETS[1:] if name in targets or name in {*OF_LATENTS} & {*own}]
     if model.num_experts:
@@ -73,6 +74,21 @@ def complete_lora(config: Config) -> None:
             Fix("--transformer-impl local"),
         )
     model.transformer_impl = "local"
+
+
+def _own_names(config: Config, targets: list[str]) -> list[str]:
+    """``targets`` with our names for Hugging Face's layers; a note says what else gets the joined layer's adapter."""
+    ours = {theirs: name for name, names in JOINED.items() for theirs in names}
+    result = list(dict.fromkeys(ours.get(name, name) for name in targets))
+    for name in result:
+        parts, given = JOINED.get(name, ())[:3], [target for target in targets if ours.get(target) == name]
+        left = [part for part in parts if not part.startswith(("qkv", "gate_up")) and part not in given]
+        if given and left and not {*given} & {"qkv_proj", "query_key_value", "gate_up_proj"}:
+            config.notes.append(
+                f"--lora-targets {' '.join(given)}: {name} is one layer here, so its adapter also changes "
+                f"{' and '.join(left)}"
+            )
+    return result
 
 
 def _layers(model: ModelConfig) -> list[tuple[str, ...]]:
