@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluate a checkpoint by teacher forcing, on any grid: loss by position, needles, tasks like RULER's, perplexity.
+"""Evaluate a checkpoint by teacher forcing, on any grid: loss by position, needles, tasks like RULER's, perplexity,
+and scores of answers (rewards of a reward model, or log-probabilities).
 
     torchrun --nproc-per-node 4 tools/evaluate.py --load checkpoints --ulysses-parallel-size 2 --ring-parallel-size 2 \\
         --seq-length 16384 --eval-tasks needle loss-by-position --valid-data-path my/valid_text_document \\
@@ -74,7 +75,8 @@ def without_data(argv: Sequence[str], taken: dict[str, Any]) -> tuple[list[str],
 def defaults(argv: Sequence[str]) -> dict[str, Any]:
     """Settings whose defaults differ from training's. Tasks that read no data need no data flags."""
     reads = READS_DATA in argv or any(word.split("=")[0] in DATA for word in argv)
-    return DEFAULTS | ({} if reads else {"data.mock_data": True})
+    packed = {"data.reset_position_ids": True, "data.reset_attention_mask": True} if "scores" in argv else {}
+    return DEFAULTS | ({} if reads else {"data.mock_data": True}) | packed
 
 
 def settings_from_checkpoint(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -82,6 +82,8 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
 
     def without_length(folder: str, number: int | None, skip: bool) -> dict[str, Any] | None:
         shape = shape_of(folder, number, skip)
+        if shape and shape.get("reward_model"):
+            raise Refusal(f"{folder} is a reward model, which generates nothing: score with tools/evaluate.py")
         return shape and {name: value for name, value in shape.items() if name != "seq_length"}
 
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]

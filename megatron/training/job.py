@@ -78,7 +78,7 @@ class Job:
     on_disk: int | None = None  # iteration of the checkpoint in --save, if a newer copy in memory was loaded
     plan: Plan | None = None  # of --eval-tasks
     owner: Owner | None = None  # of the folder --save; None if nothing is saved
-    objective: PairObjective | None = None  # of --dpo
+    objective: PairObjective | None = None  # of pairs of answers
 
 
 def prepare(config: Config, runtime: Runtime) -> Job:

@@ -17,7 +17,7 @@ tokens or another loss mask: see data/batches.py. Otherwise repeat the step in f
 shows whether rounding is the cause. Then see context_parallel/layout/sequence_layout.py for the positions,
 context_parallel/attention/ for the attention, and docs/inside/grid-invariance.md for the difference that is usual.
 
-With --dpo the loss is one mean over all pairs of answers: see `PairObjective`.
+With --dpo and --reward-model the loss is one mean over all pairs of answers: see `PairObjective`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_data_parallel_group
 from torch import Tensor, nn
 
-from megatron.context_parallel.losses import pair_loss
+from megatron.context_parallel.losses import pair_loss, ranking_loss
 from megatron.platform.hooks import replaceable
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
@@ -80,18 +80,17 @@ def sum_of_reports(reports: list[Tensor], shape: tuple[int, ...], runtime: Runti
     return total
 
 
-FIELDS = ("dpo_accuracy", "dpo_margin", "dpo_chosen_reward", "dpo_rejected_reward")
+FIELDS = ("accuracy", "margin", "chosen_reward", "rejected_reward")  # in the log, after "dpo_" or "reward_model_"
 Batch = dict[str, Any]
 Run = Callable[[Sequence[nn.Module], Any, Callable[[Batch, Tensor], Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class PairObjective:
-    """The loss of --dpo: pairs of answers, compared by the log-probabilities of their tokens.
+    """The loss of pairs of answers, compared by the log-probabilities of their tokens, or by a reward model's numbers.
 
-    Both answers of a pair are in one sample. A rank of CP adds up the log-probabilities of its tokens by answer, and
-    the ranks add up these few sums; then each computes the same losses and differentiates them with respect to its own
-    tokens. core divides the gradients by the number of pairs of the global batch, as it does with tokens.
+    Both answers of a pair are in one sample. A rank of CP adds up the values of its tokens by answer, and the ranks add
+    up these few sums; then each computes the same losses and differentiates them with respect to its own tokens. core divides the gradients by the number of pairs of the global batch, as it does with tokens.
 
     Attributes:
         reference: a context in which its value computes the reference's log-probabilities; None: no reference.
@@ -124,27 +123,43 @@ class PairObjective:
         return again()
 
     def sums(self, batch: Batch, scores: Tensor) -> Tensor:
-        """Of each answer, [2, b, answers]: the sum of its log-probabilities, and its tokens; equal on all CP ranks."""
+        """Of each answer, [2, b, answers]: the sum of its scores, and its tokens that have one; equal on all CP ranks.
+
+        For a reward model, [3, b, answers]: the last is the pair's margin, of the chosen answer.
+        """
         ends, axis = batch["document_ends"], self.runtime.grid.context
         rows, width = scores.size(1), ends.size(1) + ends.size(1) % 2
         index = batch["groups"] + width * torch.arange(rows, device=scores.device)[:, None]
-        values = torch.stack((scores[0] * batch["loss_mask"], batch["loss_mask"])).double().flatten(1)
-        own = values.new_zeros(2, rows * width).index_add(1, index.flatten(), values)
+        values = [scores[0] * batch["loss_mask"], *(batch[key] for key in ("loss_mask", "margins") if key in batch)]
+        values = torch.stack(values).double().flatten(1)
+        own = values.new_zeros(len(values), rows * width).index_add(1, index.flatten(), values)
         if axis.size > 1:
             total = own.detach().clone()
             dist.all_reduce(total, group=axis.group)
             own = own + (total - own).detach()  # its gradient goes to this rank's own tokens
-        return own.view(2, rows, width)
+        return own.view(-1, rows, width)
 
     def loss(self, batch: Batch, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum to differentiate, pairs counted, sums for the report) of a micro-batch, as `sum_of_losses`."""
-        data = self.config.data
-        answers, tokens = (x.unflatten(1, (-1, 2)) for x in self.sums(batch, scores))
+        answers, tokens, *margins = (x.unflatten(1, (-1, 2)) for x in self.sums(batch, scores))
         counts = (tokens > 0).all(-1)  # others are padding
-        tokens = tokens.clamp(min=1)
-        reference = batch.get("reference")
-        old = None if reference is None else reference[0].unflatten(1, (-1, 2))
         answers = torch.where(counts[..., None], answers, -1.0)  # any value below 0, for finite gradients
+        if self.config.model.reward_model:
+            values, rewards = ranking_loss(*answers.unbind(-1), margins[0][..., 0]), answers.detach()
+        else:
+            values, rewards = self._dpo(answers, tokens.clamp(min=1), batch.get("reference"))
+        total = torch.where(counts, values, 0.0).sum()
+        first = self.runtime.grid.context.rank == 0  # the ranks of CP have the same pairs, which count once
+        number = counts.sum() * first
+        ahead = rewards[..., 0] - rewards[..., 1]
+        logged = torch.stack((ahead.gt(0).double(), ahead, *rewards.unbind(-1)))
+        report = torch.cat((total.detach()[None], number.double()[None], (logged * counts).flatten(1).sum(1)))
+        return total, number.to(torch.int), report * first
+
+    def _dpo(self, answers: Tensor, tokens: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(losses [b, pairs], implicit rewards [b, pairs, 2]) of --dpo."""
+        data = self.config.data
+        old = None if reference is None else reference[0].unflatten(1, (-1, 2))
         values = pair_loss(
             data.dpo_loss,
             *answers.unbind(-1),
@@ -155,17 +170,11 @@ class PairObjective:
             label_smoothing=data.dpo_label_smoothing,
             margin=data.dpo_margin,
         )
-        total = torch.where(counts, values, 0.0).sum()
-        first = self.runtime.grid.context.rank == 0  # the ranks of CP have the same pairs, which count once
-        number = counts.sum() * first
-        rewards = data.dpo_beta * (answers - (0 if old is None else old)).detach()
-        ahead = rewards[..., 0] - rewards[..., 1]
-        logged = torch.stack((ahead.gt(0).double(), ahead, *rewards.unbind(-1)))
-        report = torch.cat((total.detach()[None], number.double()[None], (logged * counts).flatten(1).sum(1)))
-        return total, number.to(torch.int), report * first
+        return values, data.dpo_beta * (answers - (0 if old is None else old)).detach()
 
     def result(self, reports: list[Tensor]) -> tuple[float, int, dict[str, float]]:
         """Mean loss, number of pairs and means for the log, of the global batch; on every rank."""
         total, pairs, *logged = sum_of_reports(reports, (2 + len(FIELDS),), self.runtime).tolist()
         means = [x / max(pairs, 1.0) for x in (total, *logged)]
-        return means[0], int(pairs), dict(zip(FIELDS, means[1:]))
+        kind = "reward_model" if self.config.model.reward_model else "dpo"
+        return means[0], int(pairs), {f"{kind}_{field}": mean for field, mean in zip(FIELDS, means[1:])}

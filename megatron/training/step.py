@@ -44,14 +44,14 @@ Measure = Callable[[dict[str, Tensor | None], Tensor], Tensor]
 class StepResult:
     """The numbers of a step, the same on every rank."""
 
-    lm_loss: float  # mean over all unmasked tokens of the global batch; over its pairs with --dpo
+    lm_loss: float  # mean over all unmasked tokens of the global batch; over its pairs of answers
     tokens: int  # unmasked tokens, or pairs
     grad_norm: float = 0.0
     zeros_in_grad: int | None = None
     skipped: bool = False  # fp16 overflow, or a bad batch: no update was made
     bad: str = ""  # what is bad about the batch
     experts: ExpertLoad | None = None  # of a model with experts
-    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, what --dpo logs
+    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, what pairs of answers log
 
 
 class Diverged(ArithmeticError):

@@ -48,11 +48,15 @@ from megatron.training.checkpoint.sharded_state import (
     weights_state,
 )
 from megatron.training.model.core_config import compute_dtype
+from megatron.training.model.reward_head import is_head
 from megatron.training.model.weights import unwrap
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.settings.flag import ADAPTERS, names_with
 from megatron.training.settings.same_network import differences, flat, of_run
+
+
+HEAD_OF_LOGITS = "output_layer.weight"
 
 
 def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weights_only: bool) -> bool:
@@ -89,6 +93,22 @@ def adapters_are_new(saved: dict[str, Any], model: ModelConfig, path: Path, weig
 
 def _flag_value(value: Any) -> str:
     return " ".join(value) if isinstance(value, list) else f"{value:g}"
+
+
+def head_is_new(saved: dict[str, Any], model: ModelConfig, path: Path, weights_only: bool) -> bool:
+    """Whether this run trains a reward model (--reward-model) and the checkpoint has a language model's head.
+
+    Raises:
+        Refusal: the checkpoint is a reward model and the run is not, or the run would resume with a new head.
+    """
+    before, now = bool(saved.get("reward_model")), model.reward_model
+    if before and not now:
+        raise Refusal(f"checkpoint {path} is a reward model, without logits: give --reward-model to train or score it")
+    if now and not before and not weights_only:
+        raise Refusal(
+            f"checkpoint {path} is no reward model: to begin --reward-model from its weights, pass --finetune"
+        )
+    return now and not before
 
 
 def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +253,8 @@ def _load(
     weights_only = settings.finetune or pretrained or (foreign is not None and foreign.weights_alone)
     network = foreign.network if foreign else flat(common.get("config", {}))
     check_model(network, config, path.path, changed=settings.finetune or pretrained)
-    new_adapters = adapters_are_new(network, config.model, path.path, weights_only)
+    new = [test for test, absent in ((is_adapter, adapters_are_new), (is_head, head_is_new))
+           if absent(network, config.model, path.path, weights_only)]  # fmt: skip
     if foreign:  # of this program's checkpoints, arguments_of.vocabulary gave the model its rows
         load_torch_dist.check_vocabulary(foreign, getattr(unwrap(chunks[0]), "real_vocab_size", None), config)
     with_optimizer = settings.load_optim and not weights_only
@@ -257,15 +278,15 @@ def _load(
         config,
         loading=True,
         with_rng=with_rng,
-        adapters=not new_adapters,
+        new=new,
     )
     places = _places(chunks, optimizer, config)
-    loaded = load_torch_dist.load(foreign, state) if foreign else load_state(state, path)
+    loaded = load_torch_dist.load(foreign, state, left=HEAD_OF_LOGITS if is_head in new else "") if foreign else load_state(state, path)
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
-            unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=not new_adapters)  # a stage may hold nothing
+            unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=not new)  # a stage may hold nothing
         elif key in loaded:
-            load_weights(loaded[key], _weights_under_fsdp(places[index], with_optimizer, not new_adapters))
+            load_weights(loaded[key], _weights_under_fsdp(places[index], with_optimizer, new))
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
         if schedule is not None:
@@ -316,12 +337,12 @@ def _state(
     *,
     loading: bool,
     with_rng: bool | None = None,
-    adapters: bool = True,
+    new: Sequence[Callable[[str], bool]] = (),
 ) -> dict[str, Any]:
     """Everything a checkpoint holds, as megatron-core's sharded state.
 
     Args:
-        adapters: whether the checkpoint has the model's adapters.
+        new: tests of parameters' names; those that pass one are not in the checkpoint.
     """
     vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the embedding's rows are padded
     state: dict[str, Any] = {
@@ -335,9 +356,9 @@ def _state(
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             sharded = unwrap(chunk).sharded_state_dict(metadata=dict(METADATA))
-            models[key] = sharded if adapters else without_adapters(sharded)
+            models[key] = {name: part for name, part in sharded.items() if not any(test(name) for test in new)}
         else:
-            weights = _weights_under_fsdp(places[index], loading and optimizer is not None, adapters)
+            weights = _weights_under_fsdp(places[index], loading and optimizer is not None, new)
             if weights.pieces or weights.others:
                 models[key] = weights_state(weights, compute_dtype(config))
         if not loading:
@@ -363,11 +384,11 @@ def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, co
     return [find_places(unwrap(chunk), shard) for chunk in chunks]
 
 
-def _weights_under_fsdp(places: Places, with_optimizer: bool, adapters: bool) -> Places:
+def _weights_under_fsdp(places: Places, with_optimizer: bool, new: Sequence[Callable[[str], bool]]) -> Places:
     """The parameters whose weights are read under FSDP. The optimizer, if it is read, has those of trained ones."""
     if with_optimizer:
         return places.only(lambda parameter, _: not parameter.requires_grad)
-    return places if adapters else places.only(lambda _, name: not is_adapter(name))
+    return places.only(lambda _, name: not any(test(name) for test in new)) if new else places
 
 
 def _chunk_keys(chunks: Sequence[nn.Module]) -> list[str]:

@@ -26,7 +26,7 @@ from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal
 
 KEYS = ("tokens", "labels", "loss_mask")
-BY_TOKEN = (*KEYS, "groups")  # groups only in evaluations, and of pairs of answers
+BY_TOKEN = (*KEYS, "groups", "margins")  # groups only in evaluations, and of pairs of answers
 Batch = dict[str, torch.Tensor]
 
 
@@ -131,8 +131,7 @@ class _Samples(Dataset):
             return DataError(str(error))
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
         item = {"tokens": sample["tokens"], "labels": sample["labels"], "loss_mask": loss_mask}
-        if "groups" in sample:
-            item["groups"] = sample["groups"]
+        item |= {key: sample[key] for key in BY_TOKEN[len(KEYS) :] if key in sample}
         item["numbers"] = torch.tensor(number)
         if self.eod is not None:
             ends = sample.get("document_ends")  # given for chats, whose turns end with the same token

@@ -88,7 +88,7 @@ def epoch(lengths: np.ndarray, capacity: int, key: tuple[int, ...]) -> list[np.n
 logger = logging.getLogger(__name__)
 # A template is a program, whose loops and texts may have any size. Limits of the process that renders a file's chats:
 MEMORY, BYTES_RENDERED, SECONDS = 2 << 30, 250, 600  # bytes, besides some a byte of the longest chat; CPU time of one
-PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np.int64}
+PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np.int64, "margins": np.float64}
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Store:
     spoken: np.ndarray | FileArray  # bool [all tokens], whether the assistant says it
     starts: np.ndarray | FileArray  # int64 [conversations + 1], the first token of each, and the end
     lines: np.ndarray | FileArray  # int64 [conversations], the line in the file
+    margins: np.ndarray | FileArray  # float64 [conversations], of pairs of answers
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -119,13 +120,15 @@ def render(path: str, flag: str, template: ChatTemplate, pairs: bool, bar: bool 
         Refusal: a conversation is invalid or the template cannot render it (with file and line); or there is none.
     """
     tokens, spoken, starts, lines, where = array("i"), bytearray(), array("q", [0]), array("q"), path
+    margins = array("d")
 
-    def chats() -> Iterator[tuple[str] | tuple[int, bytes, bytes]]:
-        for chat, turns in read_pairs(path, flag) if pairs else ((chat, 0) for chat in read_chats(path, flag)):
+    def chats() -> Iterator[tuple[str] | tuple[int, bytes, bytes, float]]:
+        every = read_pairs(path, flag) if pairs else ((chat, 0, 0.0) for chat in read_chats(path, flag))
+        for chat, turns, margin in every:
             yield (chat.where,)
             rendered = template(chat)
             mask = last_turns(rendered.spoken, turns) if turns else rendered.spoken
-            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), mask.tobytes()
+            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), mask.tobytes(), margin
 
     longest = os.path.getsize(path) if path.endswith((".json", ".jsonl")) and not is_remote(path) else LONGEST
     memory = MEMORY + BYTES_RENDERED * min(longest, LONGEST)
@@ -138,17 +141,18 @@ def render(path: str, flag: str, template: ChatTemplate, pairs: bool, bar: bool 
                 lines.append(item[0])
                 tokens.frombytes(item[1])
                 spoken += item[2]
+                margins.append(item[3])
                 starts.append(len(tokens))
                 progress.update()
         except Ended as ended:
             raise Refusal(f"{where}: the chat template cannot be rendered: {ended}") from None
     if not lines:
         raise Refusal(f"{flag} {path}: it has no conversations")
-    parts = (np.frombuffer(part, kind) for part, kind in zip((tokens, spoken, starts, lines), PARTS.values()))
+    parts = (np.frombuffer(part, kind) for part, kind in zip((tokens, spoken, starts, lines, margins), PARTS.values()))
     return Store(path, *parts)
 
 
-def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
+def folder_of(path: str, template: ChatTemplate, data: DataConfig, pairs: bool) -> str:
     """The folder for the tokens of a file; its name depends on everything that the tokens depend on."""
     import transformers
 
@@ -161,8 +165,8 @@ def folder_of(path: str, template: ChatTemplate, data: DataConfig) -> str:
             str(sorted(tokenizer.special_tokens_map.items())),
             template.given or tokenizer.chat_template,
             transformers.__version__,
-            "4",  # version of the folder's format and of how the assistant's words are marked
-            *(["pairs"] if data.pairs else []),
+            "5",  # version of the folder's format and of how the assistant's words are marked
+            *(["pairs"] if pairs else []),
         ],
         sort_keys=True,
     )
@@ -186,10 +190,10 @@ def read_store(path: str, folder: str) -> Store | None:
     if not os.path.isdir(folder):
         return None
     try:
-        parts = [unmapped(load_numbers(os.path.join(folder, f"{name}.npy"))) for name in PARTS]
+        parts = [unmapped(load_numbers(os.path.join(folder, f"{name}.npy"), "iubf")) for name in PARTS]
         store = Store(path, *parts)
         same = [(part.dtype, part.ndim) for part in parts] == [(np.dtype(kind), 1) for kind in PARTS.values()]
-        if not same or not len(store.starts) == len(store.lines) + 1 > 1:
+        if not same or not len(store.margins) + 1 == len(store.starts) == len(store.lines) + 1 > 1:
             raise ValueError("its parts have different lengths or types")
         if not len(store.tokens) == len(store.spoken) == store.starts[-1]:
             raise ValueError("its parts have different lengths or types")
@@ -302,18 +306,25 @@ class ChatDataset(Dataset):
         """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], including those of the padding.
 
         Of pairs also ``groups`` [s], the number of each token's document: answers 2n (chosen) and 2n + 1 are a pair.
+        For a reward model, the mask has the last token of each answer, where ``margins`` [s] has that of a chosen one.
 
         Raises:
             DataError: an id is outside the vocabulary, or a file cannot be read.
         """
         tokens = np.full(self.seq_length, self.filler, np.int64)
         labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
-        groups = np.zeros(self.seq_length, np.int64)
+        groups, margins = np.zeros(self.seq_length, np.int64), np.zeros(self.seq_length, np.float32)
+        whole = getattr(self.conversations, "whole", False)
         for number in self.samples[index]:
             for ids, mask in self.conversations.parts(number):
                 check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
-                stop = at + len(ids) - 1
-                tokens[at:stop], labels[at:stop], spoken[at:stop] = ids[:-1], ids[1:], mask[1:]
+                stop = at + len(ids) - (not whole)
+                tokens[at:stop] = ids[: stop - at]
+                if whole:
+                    spoken[stop - 1] = 1
+                    margins[stop - 1] = 0 if len(ends) % 2 else self.conversations.margin(number)
+                else:
+                    labels[at:stop], spoken[at:stop] = ids[1:], mask[1:]
                 groups[at:stop] = len(ends)
                 at = stop
                 ends.append(at)
@@ -323,6 +334,8 @@ class ChatDataset(Dataset):
         sample = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": np.array(ends)}
         if isinstance(self.conversations, Pairs):
             sample["groups"] = groups
+            if whole:
+                sample["margins"] = margins
         return {name: torch.from_numpy(part) for name, part in sample.items()}
 
 
@@ -333,19 +346,19 @@ def build_chat_datasets(
 
     It adds lines about the data, and about conversations that were left out, to ``config.notes``.
     """
-    template, sources = together(lambda: (_template(config, tokenizer), _sources(config, samples)))
+    template, sources = together(lambda: (chosen_template(config, tokenizer), _sources(config, samples)))
     flags = {path: flag for paths, flag, _ in sources for path in paths or ()}
     first = not dist.is_initialized() or dist.get_rank() == 0
 
     def write() -> None:
         for path, flag in flags.items() if first else ():
-            folder = folder_of(path, template, config.data)
+            folder = folder_of(path, template, config.data, config.pairs)
             if not os.path.isdir(folder):
-                write_store(render(path, flag, template, config.data.pairs, config.logging.progress), folder)
+                write_store(render(path, flag, template, config.pairs, config.logging.progress), folder)
 
     def read() -> dict[str, Store]:
-        stores = {path: read_store(path, folder_of(path, template, config.data)) for path in flags}
-        pairs = config.data.pairs
+        pairs = config.pairs
+        stores = {path: read_store(path, folder_of(path, template, config.data, pairs)) for path in flags}
         return {path: store or render(path, flags[path], template, pairs) for path, store in stores.items()}
 
     together(write)
@@ -353,7 +366,8 @@ def build_chat_datasets(
     return together(lambda: _build(config, tokenizer, sources, samples, stores))
 
 
-def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:
+def chosen_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of --sft-tokenizer-prompt-format, or the tokenizer's. Raises Refusal if there is none."""
     path, given = config.data.sft_tokenizer_prompt_format, None
     if path != "default":
         try:
@@ -400,19 +414,19 @@ def _sources(config: Config, samples: tuple[int, int, int]) -> list[Source]:
 def _build(
     config: Config, tokenizer: Tokenizer, sources: list[Source], samples: tuple[int, int, int], stores: dict[str, Store]
 ) -> tuple[ChatDataset | None, ...]:
-    data, built = config.data, []
+    data, pairs, built = config.data, config.pairs, []
     for split, (paths, flag, share), count in zip(SPLITS, sources, samples):
         files = [stores[path] for path in paths or ()]
-        total = sum(map(len, files)) // (2 if data.pairs else 1)
-        unit, whose = ("pairs", "answers'") if data.pairs else ("conversations", "assistant's")
+        total = sum(map(len, files)) // (2 if pairs else 1)
+        unit, whose = ("pairs", "answers'") if pairs else ("conversations", "assistant's")
         chosen = np.arange(*(round(bound * total) for bound in share))
         if not files or (not len(chosen) and split != "train" and data.split is None):
             if files:
                 config.notes.append(f"--sft: {total} {unit} are too few for a {split} split: no {split} data")
             built.append(None)
             continue
-        if data.pairs:
-            chats = Pairs(files, chosen, data.seq_length, data.sft_over_length)
+        if pairs:
+            chats = Pairs(files, chosen, data.seq_length, data.sft_over_length, config.model.reward_model)
         else:
             chats = Conversations(files, chosen, data.seq_length + 1, data.sft_over_length)
         if not len(chats):
@@ -420,7 +434,7 @@ def _build(
         dataset = ChatDataset(chats, data.seq_length, (config.run.seed, SPLITS.index(split)), count, tokenizer)
         built.append(dataset)
         spoken = sum(int(mask[1:].sum()) for number in range(len(chats)) for _, mask in chats.parts(number))
-        tokens = (chats.inputs if data.pairs else chats.lengths).sum()
+        tokens = (chats.inputs if pairs else chats.lengths).sum()
         config.notes.append(
             f"{split} data: {len(chats):,} {unit} of {tokens:,} tokens, {spoken:,} of them the "
             f"{whose}; an epoch is {dataset.samples_per_epoch:,.0f} samples, {dataset.share_filled:.1%} full"

@@ -254,8 +254,8 @@ def check_order(file: DataFile, flag: str, block: int = 1 << 20) -> None:
             )
 
 
-def load_numbers(path: str) -> np.ndarray:
-    """The memory-mapped array of integers or booleans in a complete .npy file. Nothing is unpickled.
+def load_numbers(path: str, kinds: str = "iub") -> np.ndarray:
+    """The memory-mapped array of integers or booleans (numpy's ``kinds``) in a complete .npy file, without unpickling.
 
     Raises:
         OSError, ValueError: the file is something else.
@@ -273,7 +273,7 @@ def load_numbers(path: str) -> np.ndarray:
         raise
     except Exception as error:  # an invalid header may make numpy and Python's parser raise anything
         raise ValueError(one_line(error, 100)) from None
-    if array.dtype.kind not in "iub":
+    if array.dtype.kind not in kinds:
         raise ValueError("not an array of integers")
     return array
 

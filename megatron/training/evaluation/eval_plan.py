@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from megatron.training.data.chat_dataset import chosen_template, render
+from megatron.training.data.chat_template import rows_of
+from megatron.training.data.sources.answer_pairs import ANSWERS
+from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.evaluation import samples
 from megatron.training.evaluation.haystack import Words, make_words, read_ids
@@ -46,6 +50,16 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A conversation for the task scores: its row, and which answer of a pair it has, or ""."""
+
+    path: str
+    row: int
+    name: str
+    sample: Sample
+
+
+@dataclass(frozen=True)
 class Plan:
     """The tasks of a run; see :func:`make_plan`."""
 
@@ -55,6 +69,7 @@ class Plan:
     words: Words | None = None
     specs: dict[str, list[Spec]] = field(default_factory=dict)
     texts: list[Text] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
     def sample(self, spec: Spec) -> Sample:
         """The sample of a spec; it depends only on the seed and the spec."""
@@ -95,6 +110,8 @@ def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
             for path in (settings.eval_files or () if "perplexity" in tasks else ())
         ],
     )
+    for path in settings.eval_files or () if "scores" in tasks else ():
+        plan.answers.extend(answers_in(path, config, tokenizer))
     halves = [config.data.seq_length >> power for power in range(HALVINGS, 0, -1)]
     optional = [half for half in halves if half >= SHORTEST] if settings.eval_lengths is None else []
     required = settings.eval_lengths or [config.data.seq_length]
@@ -104,6 +121,30 @@ def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
         for spec in plan.specs[task]:
             plan.check(spec)
     return plan
+
+
+def answers_in(path: str, config: Config, tokenizer: Tokenizer) -> Iterator[Answer]:
+    """The conversations of a file of chats, or of pairs of answers if its first row has "chosen".
+
+    Raises:
+        Refusal: a row is invalid, or longer than a sample.
+    """
+    if tokenizer.transformers is None:
+        raise Refusal("--eval-tasks scores needs a chat template: use --tokenizer-type HuggingFaceTokenizer")
+    if not os.path.isfile(path):
+        raise Refusal(f"--eval-files {path}: no such file")
+    first, _ = next(rows_of(path, "--eval-files"), ({}, ""))
+    pairs, length = ANSWERS[0] in first, config.data.seq_length
+    store = render(path, "--eval-files", chosen_template(config, tokenizer), pairs)
+    for number, row in enumerate(store.lines):
+        span = slice(store.starts[number], store.starts[number + 1])
+        ids, name = np.asarray(store.tokens[span], np.int64), ANSWERS[number % 2] if pairs else ""
+        where = f"{path}, {unit_of(path)} {row}" + (f', "{name}"' if name else "")
+        if ids.size > length:
+            raise Refusal(f"{where}: a conversation of {ids.size} tokens, but --seq-length allows {length}: raise it")
+        if not store.spoken[span][1:].any():
+            raise Refusal(f"{where}: the template gives the answer no tokens")
+        yield Answer(path, int(row), name, Sample(ids, np.asarray(store.spoken[span])))
 
 
 def _fits(plan: Plan, specs: list[Spec]) -> bool:

@@ -89,16 +89,19 @@ def _short(tokens: int) -> str:
     return f"{tokens >> 10}K" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 
-FILE = "evaluation.json"
+FILE, ROWS = "evaluation.json", "scores.jsonl"
 
 
 def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> list[str]:
     """Write evaluation.json and the pictures; returns their paths. Raises Refusal if the folder cannot be written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        path = Path(folder) / FILE
-        replace_file(path, json.dumps({**about, "tasks": results}, indent=1) + "\n")
-        return [str(path), *draw(results, Path(folder))]
+        path, rows = Path(folder) / FILE, Path(folder) / ROWS
+        means = {task: {key: value for key, value in result.items() if key != "rows"} for task, result in results.items()}
+        replace_file(path, json.dumps({**about, "tasks": means}, indent=1) + "\n")
+        if "scores" in results:
+            replace_file(rows, "".join(json.dumps(row) + "\n" for row in results["scores"]["rows"]))
+        return [str(path), *([str(rows)] if "scores" in results else []), *draw(results, Path(folder))]
     except OSError as error:
         raise Refusal(f"--eval-output {folder} cannot be written: {reason(error)}") from None
 
@@ -110,6 +113,8 @@ def lines(results: dict[str, Result]) -> Iterator[str]:
             parts = [f"{bucket['from']}-{bucket['to']}: {bucket['loss']:.4f}" for bucket in result["buckets"]]
         elif task == "perplexity":
             parts = [f"{file['file']}: {file['perplexity']:.4f}" for file in result["files"]]
+        elif task == "scores":
+            parts = [f"{key} {value:.4f}" for key, value in result["means"].items()]
         else:
             parts = [f"answer tokens right {100 * result['hits']:.1f} %, answers {100 * result['exact']:.1f} %"]
             parts.append(f"loss {result['loss']:.4f}")
@@ -133,6 +138,9 @@ def tables(results: dict[str, Result]) -> Iterator[Any]:
                  f"{file['tokens']:,}") for file in result["files"]
             ]  # fmt: skip
             yield _table(Table(title=task), ("file", "perplexity", "loss", "bits per byte", "tokens"), rows)
+        elif task == "scores":
+            rows = [(key, f"{value:.4f}") for key, value in result["means"].items()]
+            yield _table(Table(title=f"scores of {len(result['rows'])} answers"), ("mean", "value"), rows)
         elif task == "needle":
             lengths = list(dict.fromkeys(cell["length"] for cell in result["cells"]))
             by_place = {(cell["length"], cell["depth"]): cell for cell in result["cells"]}

@@ -29,15 +29,15 @@ from megatron.training.setup import Runtime
 def pair_objective(
     config: Config, runtime: Runtime, chunks: Sequence[nn.Module], vocab_size: int, iteration: int
 ) -> PairObjective | None:
-    """The objective of a run with --dpo, whose weights are loaded; None without --dpo.
+    """The objective of a run with pairs of answers, whose weights are loaded; None without pairs.
 
     Args:
         iteration: that of the loaded weights.
     """
-    if not config.data.pairs:
+    if not config.pairs:
         return None
     kind = config.data.dpo_reference
-    if kind == "none":
+    if kind == "none" or config.model.reward_model:
         return PairObjective(config, runtime, None)
     if kind == "adapters-off":
         return PairObjective(config, runtime, without_adapters)

@@ -183,11 +183,12 @@ def pack(lengths: Sequence[int], seq_length: int, together: bool) -> list[list[i
     return rows
 
 
-def row_of(samples: Sequence[tuple[int, Sample]], seq_length: int, eod: int) -> Batch:
+def row_of(samples: Sequence[tuple[int, Sample]], seq_length: int, eod: int, last: bool = False) -> Batch:
     """A row of samples as documents, padded with ``eod``. Only scored ids count as labels.
 
     Args:
         samples: (number, sample) of each; the number is the group of its tokens.
+        last: the mask has the last token of each sample instead, for its reward.
     """
     tokens = np.full(seq_length + 1, eod, np.int64)
     counts, groups, ends = np.zeros(seq_length + 1, np.float32), np.zeros(seq_length, np.int64), []
@@ -195,7 +196,8 @@ def row_of(samples: Sequence[tuple[int, Sample]], seq_length: int, eod: int) -> 
     for number, sample in samples:
         stop = start + sample.ids.size
         tokens[start:stop] = sample.ids
-        counts[start + 1 : stop] = sample.scored[1:]
+        counts[start + 1 : stop] = 0 if last else sample.scored[1:]
+        counts[stop] = last  # of the token at stop - 1
         groups[start:stop] = number
         ends.append(stop)
         start = stop

@@ -86,7 +86,7 @@ def _sums(groups: int, groups_of: GroupsOf | None, batch: dict[str, Tensor | Non
     """The sums [groups, 3] of this rank's log-probabilities and hits [2, b, s_local], see :func:`score`."""
     index = batch["groups"] if groups_of is None else groups_of(batch)
     counted = (batch["loss_mask"] != 0).flatten()
-    losses, hits = -scores[0].flatten(), scores[1].flatten()
+    losses, hits = -scores[0].flatten(), scores[-1].flatten()  # a reward model has no hits
     values = torch.stack((losses, hits, torch.ones_like(hits))).t().double()[counted]
     return values.new_zeros((groups, 3)).index_add_(0, index.flatten()[counted], values)
 
@@ -122,6 +122,8 @@ def evaluate_tasks(plan: Plan, subject: Subject, dataset: Dataset | None) -> dic
             results[task] = loss_by_position(plan, subject, dataset)
         elif task == "perplexity":
             results[task] = perplexity(plan, subject)
+        elif task == "scores":
+            results[task] = scores_of_answers(plan, subject)
         else:
             results[task] = answers(plan, subject, task)
     return results
@@ -187,6 +189,30 @@ def perplexity(plan: Plan, subject: Subject) -> Result:
     return {"files": files, **_means(sums.sum(0).tolist())}
 
 
+def scores_of_answers(plan: Plan, subject: Subject) -> Result:
+    """Of each conversation its reward, or the log-probability of the assistant's tokens; and means."""
+    config, found = subject.config, plan.answers
+    data, rewards = config.data, config.model.reward_model
+    together = subject.runtime.by_documents and data.reset_attention_mask and data.reset_position_ids
+    rows = pack([answer.sample.ids.size for answer in found], data.seq_length, together)
+
+    def make_row(number: int) -> Batch:
+        return row_of([(n, found[n].sample) for n in rows[number]], data.seq_length, plan.eod, last=rewards)
+
+    sums = _score_rows(subject, make_row, len(rows), len(found), "scores").tolist()
+    scored, values = [], {"": [], "chosen": [], "rejected": []}
+    for answer, (loss, _, tokens) in zip(found, sums):
+        score = {"reward": -loss} if rewards else {"log_prob": -loss, "tokens": int(tokens)}
+        scored.append({"file": answer.path, "row": answer.row} | ({"answer": answer.name} if answer.name else {}) | score)
+        values[answer.name].append(-loss)
+    kind = "reward" if rewards else "log_prob"
+    means = {f"{name}_{kind}".lstrip("_"): sum(some) / len(some) for name, some in values.items() if some}
+    if values["chosen"]:
+        ahead = [one > other for one, other in zip(values["chosen"], values["rejected"])]
+        means["accuracy"] = sum(ahead) / len(ahead)
+    return {"rows": scored, "means": means}
+
+
 def answers(plan: Plan, subject: Subject, task: str) -> Result:
     """Share of right answers in synthetic samples by length, for needles also by depth."""
     config, runtime, specs = subject.config, subject.runtime, plan.specs[task]
@@ -238,6 +264,8 @@ def metrics(results: dict[str, Result]) -> dict[str, float]:
             flat |= {f"{name}_{bucket['from']}_{bucket['to']}": bucket["loss"] for bucket in result["buckets"]}
         elif task == "perplexity":
             flat |= {f"{name}_{number}": file["perplexity"] for number, file in enumerate(result["files"])}
+        elif task == "scores":
+            flat |= {f"{name}_{key}": mean for key, mean in result["means"].items()}
         else:
             flat |= {f"{name}_{key}": result[key] for key in ("hits", "exact", "loss")}
             lengths = dict.fromkeys(cell["length"] for cell in result["cells"])

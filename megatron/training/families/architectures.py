@@ -32,6 +32,10 @@ from megatron.training.settings.same_network import differences, of_model
 from megatron.training.untrusted.largest_numbers import MOST_PIECES
 
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
+CLASSIFIER = "ForSequenceClassification"
+# Reward models in transformers: classes whose names do not follow from those of the language models; "": none.
+CLASSIFIERS = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text", "glm4_moe": "", "nemotron_h": "", "mamba2": ""}
+LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next | Mamba2Alone
 FAMILIES: dict[str, Family] = {
     family.kind: family
@@ -88,9 +92,24 @@ def described(config: dict[str, Any], where: object) -> Described:
         *others, last = FAMILIES
         raise Refusal(f"{where}: model_type {kind!r} is not supported: only {', '.join(others)} and {last}")
     family = FAMILIES[kind]
-    if config.get("architectures") not in (None, [family.architecture]):
-        raise Refusal(f"{where}: architectures {config['architectures']} is not supported: only {family.architecture}")
-    return Described(*family.settings(config, where), family, family.attention(config, where))
+    classifier, given = classifier_of(family), config.get("architectures")
+    if given not in (None, [family.architecture], [classifier]) or given == [""]:
+        others = f" or {classifier}" if classifier else ""
+        raise Refusal(f"{where}: architectures {given} is not supported: only {family.architecture}{others}")
+    model, vocab_size = family.settings(config, where)
+    if given == [classifier]:
+        labels = config.get("id2label")
+        if not isinstance(labels, dict) or len(labels) != 1:
+            count = len(labels) if isinstance(labels, dict) else 2
+            raise Refusal(f"{where}: a {classifier} of {count} labels is not supported: only reward models, with one")
+        model = replace(model, reward_model=True)
+    return Described(model, vocab_size, family, family.attention(config, where))
+
+
+def classifier_of(family: Family) -> str:
+    """The class of the family's reward models in transformers; empty if there is none."""
+    stem = CLASSIFIERS.get(family.kind, family.architecture.removesuffix("ForCausalLM"))
+    return stem and stem + CLASSIFIER
 
 
 def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Family:
@@ -136,6 +155,10 @@ def config_json(model: Described, dtype: torch.dtype) -> dict[str, Any]:
     """
     settings, vocab_size, family, attention = model
     written = family.config_json(settings, vocab_size, dtype, attention)
+    if settings.reward_model:
+        if not classifier_of(family):
+            raise Refusal(f"transformers has no reward models of the family {family.title}")
+        written |= {"architectures": [classifier_of(family)], **LABELS}
     again = described(written, f"the config.json of a {family.title}")
     own = replace(settings, mtp_num_layers=None)  # later tokens are trained or left out, but are not read again
     places = (f"in Hugging Face's {family.architecture}", "in the model")
@@ -152,6 +175,9 @@ def pieces(model: Described, names: Collection[str]) -> list[Piece]:
         Refusal: there are more than any model has.
     """
     found = list(islice(model.family.pieces(model.settings, model.vocab_size, names), MOST_PIECES + 1))
+    if model.settings.reward_model:
+        found = [piece for piece in found if piece.key != "output_layer.weight"]
+        found.append(Piece("reward_head.weight", ("score.weight",), ((1, model.settings.hidden_size),)))
     if len(found) > MOST_PIECES:
         raise Refusal(f"the settings of the {model.family.title} require more than {MOST_PIECES:,} weights")
     return found
@@ -167,5 +193,6 @@ def is_ignored(model: Described, name: str) -> bool:
 
 def copies(model: Described, pieces: list[Piece]) -> dict[str, str]:
     """Tensors that the files may hold although they equal another one: for each, the name of the other."""
-    tied = {} if model.settings.untie_embeddings_and_output_weights else {LM_HEAD: pieces[0].names[0]}
+    settings = model.settings
+    tied = {} if settings.untie_embeddings_and_output_weights or settings.reward_model else {LM_HEAD: pieces[0].names[0]}
     return tied | (model.family.copies(model.settings) if isinstance(model.family, DeepSeek) else {})

@@ -21,6 +21,7 @@ from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_ent
 from megatron.context_parallel.fpdt.log_probs import log_probs
 from megatron.context_parallel.layout.documents import samples_of
 from megatron.context_parallel.layout.grid import Axis
+from megatron.training.model.reward_head import RewardHead
 
 
 class LongContextGPT(GPTModel):
@@ -36,6 +37,7 @@ class LongContextGPT(GPTModel):
         tensor: Axis,
         loss_chunks: int | None,
         scoring: dict[str, Any] | None = None,
+        rewards: bool = False,
         chunks: ChunkSettings | None,
         settings: AttentionSettings,
         softcap: float | None = None,
@@ -49,6 +51,9 @@ class LongContextGPT(GPTModel):
         self.softcap = softcap
         self.ahead: dict[str, Tensor] = {}
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
+        if rewards and self.post_process:
+            del self.output_layer
+            self.reward_head = RewardHead(self.config.hidden_size, tensor, self.config.sequence_parallel)
         if self.mtp_process and self.share_embeddings_and_output_weights and not self.pre_process:
             self.output_layer.weight = None  # the embedding of this stage has it
             self.embedding.word_embeddings.weight.zero_out_wgrad = True  # two uses; core marks it only without PP
@@ -74,7 +79,9 @@ class LongContextGPT(GPTModel):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As core's; the final norm of a hybrid model has the name that it has in core's MambaModel."""
-        state = super().sharded_state_dict(*args, **kwargs)
+        last, self.post_process = self.post_process, self.post_process and not hasattr(self, "reward_head")
+        state = super().sharded_state_dict(*args, **kwargs)  # on the last stage, core requires an output layer
+        self.post_process = last
         if self.config.is_hybrid_model:
             apply_prefix_mapping(state, {"decoder.final_layernorm.": "decoder.final_norm."})
         return state
@@ -141,8 +148,11 @@ class LongContextGPT(GPTModel):
         """As core's; with ``loss_chunks`` the result is the sum of all losses, weighted by ``loss_mask``.
 
         With ``scoring``, which are options of :func:`log_probs`, the result is what that function returns for the
-        tokens that ``loss_mask`` keeps, as one tensor [1 to 3, b, s_local].
+        tokens that ``loss_mask`` keeps, as one tensor [1 to 3, b, s_local]. A reward model gives their rewards, in the
+        same form.
         """
+        if hasattr(self, "reward_head"):
+            return self.reward_head(hidden_states, kwargs["loss_mask"].t()).t()[None]
         if self.mtp_process and self.post_process and self.scoring is None:
             if labels is None:
                 return self._logits(hidden_states).transpose(0, 1).contiguous()

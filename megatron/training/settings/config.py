@@ -58,6 +58,11 @@ class Config:
     stage: Stage | None = None  # not a flag; None without --seq-length-schedule
     notes: list[str] = field(default_factory=list)  # not a flag: lines that rank 0 prints once before training
 
+    @property
+    def pairs(self) -> bool:
+        """Whether the data are pairs of answers."""
+        return self.data.dpo or self.model.reward_model
+
     def settings(self) -> Iterator[tuple[str, Any, Field]]:
         """(name of its section, section, field) of every setting."""
         for section in fields(self):

@@ -257,7 +257,7 @@ class FaultConfig:
 
 # Tasks of --eval-tasks, in addition to the loss on held-out data. GENERATED: tasks whose samples are generated.
 GENERATED = ("needle", "ruler-multi-key", "ruler-variable-tracking", "ruler-common-words")
-TASKS = ("loss-by-position", *GENERATED, "perplexity")
+TASKS = ("loss-by-position", *GENERATED, "perplexity", "scores")
 
 
 @dataclass
@@ -281,7 +281,9 @@ class EvaluationConfig:
     eval_haystack: str | None = flag(
         None, "needle and ruler-*: text file to hide facts in; default: twelve plain sentences, in random order"
     )
-    eval_files: list[str] | None = flag(None, "perplexity: text files", nargs="+")
+    eval_files: list[str] | None = flag(
+        None, "perplexity: text files; scores: chats or pairs of answers, as for --sft and --dpo", nargs="+"
+    )
     eval_stride: int | None = flag(
         None, "perplexity: tokens from one window to the next; default --seq-length, no overlap", range=AT_LEAST_1
     )

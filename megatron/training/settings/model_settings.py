@@ -239,6 +239,12 @@ class NetworkSettings:
         read_with=LORA,
         network=ADAPTERS,
     )
+    reward_model: bool = flag(
+        False,
+        "train a reward model, a model with one number in place of logits, on pairs of answers as --dpo's; a pair may "
+        "have a margin",
+        computes=True,
+    )
     make_vocab_size_divisible_by: int = flag(
         128,
         "pad the vocabulary to a multiple of this times TP",

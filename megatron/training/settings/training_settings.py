@@ -342,11 +342,6 @@ class DataConfig:
     )
 
     @property
-    def pairs(self) -> bool:
-        """Whether the data are pairs of answers."""
-        return self.dpo
-
-    @property
     def may_have_url(self) -> bool:
         """Whether a flag of data names a URL, or a file that may have some."""
         if self.data_args_path or self.data_file_list or self.per_split_data_args_path or self.data_config:

@@ -49,7 +49,7 @@ def complete(config: Config, world_size: int) -> Config:
     for kind in KINDS:
         gather.check(kind.condition.text, partial(kind.complete, config), "model")
     gather.check("context", lambda: check_grid.complete_context(config), "model")
-    gather.check("dpo", lambda: check_data.complete_dpo(config))
+    gather.check("pairs", lambda: check_data.complete_pairs(config))
     gather.check("sft", lambda: check_data.complete_sft(config))
     gather.check("attention", lambda: check_model.complete_attention(config), "model")
     gather.check("grid", lambda: check_grid.check_grid(config, world_size), "context")

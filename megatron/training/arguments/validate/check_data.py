@@ -145,25 +145,32 @@ def check_lengths(config: Config) -> None:
     )
 
 
-def complete_dpo(config: Config) -> None:
-    """Complete --dpo: pairs of answers are chats, as those of --sft."""
+def complete_pairs(config: Config) -> None:
+    """Complete --dpo and --reward-model: pairs of answers are chats, as those of --sft."""
     data, model = config.data, config.model
-    if not data.dpo:
+    if not config.pairs or (config.evaluation.eval_tasks and config.run.skip_train):  # the latter reads --eval-files
         return
     data.sft = True
+    name = "--dpo" if data.dpo else "--reward-model"
     refused = {
+        "--reward-model": (data.dpo and model.reward_model, "it has no logits: leave one out"),
         "--sft-over-length truncate": (data.sft_over_length == "truncate", "an answer would lose its end: use skip"),
         "--mtp-num-layers": (model.mtp_num_layers, "these layers have no loss of pairs: leave it out"),
         "--moe-aux-loss-coeff": (model.num_experts and any(model.moe_aux_loss_coeff), "it is a sum over "
-                                 "tokens, and --dpo divides by pairs: use 0, with --moe-router-enable-expert-bias"),
-        "--moe-z-loss-coeff": (model.num_experts and model.moe_z_loss_coeff, "it is a sum over tokens, and --dpo "
+                                 f"tokens, and {name} divides by pairs: use 0, with --moe-router-enable-expert-bias"),
+        "--moe-z-loss-coeff": (model.num_experts and model.moe_z_loss_coeff, f"it is a sum over tokens, and {name} "
                                "divides by pairs: leave it out"),
         "--dry-run": (config.simulation.dry_run, "pairs are not simulated yet: use --sft"),
     }  # fmt: skip
     for flag, (given, reason) in refused.items():
         if given:
-            raise Refusal(f"--dpo with {flag}", f"is not supported ({reason})")
-    kind, lora = data.dpo_loss, bool(model.lora_rank)
+            raise Refusal(f"{name} with {flag}", f"is not supported ({reason})")
+    if data.dpo:
+        _complete_dpo(data, bool(model.lora_rank))
+
+
+def _complete_dpo(data: DataConfig, lora: bool) -> None:
+    kind = data.dpo_loss
     if not data.dpo_beta > 0:
         raise Refusal(f"--dpo-beta {data.dpo_beta}", "is not above 0: use 0.1, for example")
     if not 0 <= data.dpo_label_smoothing < 0.5:
@@ -220,7 +227,7 @@ READ_BY = {
     "eval_depths": GENERATED,
     "eval_samples": GENERATED,
     "eval_haystack": GENERATED,
-    "eval_files": ("perplexity",),
+    "eval_files": ("perplexity", "scores"),
     "eval_stride": ("perplexity",),
     "eval_output": TASKS,
 }
@@ -251,8 +258,16 @@ def complete_evaluation(config: Config) -> None:
             f"{config.attention.attention_mask} tokens see later ones: leave one out",
         )
     settings.eval_tasks = list(dict.fromkeys(tasks))
-    if "perplexity" in tasks and not settings.eval_files:
-        raise Refusal("--eval-tasks perplexity", "needs text: add --eval-files FILE ..., or leave it out", LEAVE_OUT)
+    for task, what in (("perplexity", "text"), ("scores", "chats or pairs of answers")):
+        if task in tasks and not settings.eval_files:
+            raise Refusal(f"--eval-tasks {task}", f"needs {what}: add --eval-files FILE ..., or leave it out", LEAVE_OUT)
+    if settings.eval_files and {"perplexity", "scores"} <= {*tasks}:
+        raise Refusal("--eval-tasks perplexity scores", "read different --eval-files: evaluate them one after the other")
+    if config.model.reward_model and set(tasks) != {"scores"}:
+        raise Refusal(
+            f"--reward-model with --eval-tasks {' '.join(tasks)}",
+            "is not supported: it has no logits, only --eval-tasks scores",
+        )
     if settings.eval_stride is not None and settings.eval_stride > length:
         raise Refusal(
             f"--eval-stride {settings.eval_stride}",

@@ -97,17 +97,18 @@ def check_vocabulary(foreign: ForeignCheckpoint, vocab_size: int, config: Config
         )
 
 
-def load(foreign: ForeignCheckpoint, state: dict[str, Any]) -> dict[str, Any]:
+def load(foreign: ForeignCheckpoint, state: dict[str, Any], left: str = "") -> dict[str, Any]:
     """Load ``state``, as core's ``dist_checkpointing.load`` does with a checkpoint of ours. All ranks call it.
 
     Args:
         state: weights and, if it is loaded, the optimizer, as core's sharded state in the form ``fully_reshardable``.
+        left: name of a weight that need not be requested.
 
     Raises:
         Refusal: a tensor is missing, has another shape, or is in a form that cannot be read.
     """
     loaded, requested = together(lambda: _read(foreign, state))
-    _check_all_requested(foreign, requested)
+    _check_all_requested(foreign, requested | {left})
     return loaded
 
 

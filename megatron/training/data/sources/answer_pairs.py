@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of answers to the same prompt, one of them preferred, for --dpo.
+"""Pairs of answers to the same prompt, one of them preferred, for --dpo and --reward-model.
 
 A row has ``chosen`` and ``rejected``, each a text or a list of messages, and their ``prompt``, a text or a list of
 messages. Without ``prompt``, both are complete conversations, and the prompt is what they share at first. Other keys
-are those of chats. A pair is packed whole, so that both answers are in the same micro-batch on every grid.
+are those of chats, and ``margin``, by how much the reward of the chosen answer should be ahead. A pair is packed whole,
+so that both answers are in the same micro-batch on every grid.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,8 +23,8 @@ from megatron.training.refusal import Refusal, short
 ANSWERS = ("chosen", "rejected")
 
 
-def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int]]:
-    """The two conversations of each row, the chosen one first, and how many of the last turns are the answer.
+def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int, float]]:
+    """The two conversations of each row, the chosen one first; how many of its last turns are the answer; the margin.
 
     Raises:
         Refusal: a row is not a pair; with file and line.
@@ -31,7 +33,10 @@ def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int]]:
         for name in ANSWERS:
             if line.get(name) in (None, "", []):
                 has = "has no" if line.get(name) is None else "has an empty"
-                raise Refusal(f'{where}: the pair {has} "{name}": --dpo reads "prompt", "chosen", "rejected"')
+                raise Refusal(f'{where}: the pair {has} "{name}": pairs are "prompt", "chosen", "rejected"')
+        margin = line.get("margin") or 0.0
+        if type(margin) not in (int, float) or not math.isfinite(margin):
+            raise Refusal(f'{where}, "margin": {short(margin)} is not a finite number')
         prompt = _messages(line["prompt"], "user", f'{where}, "prompt"') if line.get("prompt") else None
         answers = [_messages(line[name], "assistant" if prompt else "", f'{where}, "{name}"') for name in ANSWERS]
         if prompt is None:
@@ -43,7 +48,7 @@ def read_pairs(path: str, flag: str) -> Iterator[tuple[Chat, int]]:
             chats = checked_chats(line, prompt + answer, f'{where}, "{name}"')
             if len(chats) > 1:
                 raise Refusal(f'{where}, "{name}": a system message in the middle starts another conversation')
-            yield replace(chats[0], where=where), sum(message["role"] == "assistant" for message in answer)
+            yield replace(chats[0], where=where), sum(message["role"] == "assistant" for message in answer), margin
 
 
 def _messages(value: Any, role: str, where: str) -> list[Any]:
@@ -73,6 +78,7 @@ class Pairs:
         chosen: numbers [n] of the pairs, counted over all files.
         longest: limit of a pair's tokens.
         over_length: what to do with longer ones: "refuse" or "skip".
+        whole: whether a model reads the last token of an answer too, for its reward; else it is only a label.
 
     Raises:
         Refusal: a pair is longer, and ``over_length`` is "refuse"; or an answer has no tokens.
@@ -80,13 +86,14 @@ class Pairs:
 
     truncated = 0
 
-    def __init__(self, stores: list[Any], chosen: np.ndarray, longest: int, over_length: str) -> None:
+    def __init__(self, stores: list[Any], chosen: np.ndarray, longest: int, over_length: str, whole: bool) -> None:
+        self.whole = whole
         firsts = np.cumsum([0, *(len(store) // 2 for store in stores)])
         self.stores = stores
         self.file = np.searchsorted(firsts, chosen, side="right") - 1
         self.number = chosen - firsts[self.file]
-        lengths = np.concatenate([(store.lengths() - 1).reshape(-1, 2) for store in stores])[chosen]
-        self.inputs = lengths.sum(1)  # the last token of each answer is only a label
+        lengths = np.concatenate([(store.lengths() - (not whole)).reshape(-1, 2) for store in stores])[chosen]
+        self.inputs = lengths.sum(1)
         long = np.flatnonzero(self.inputs > longest)
         if len(long) and over_length == "refuse":
             more = f" and {len(long) - 1} more" if len(long) > 1 else ""
@@ -110,6 +117,10 @@ class Pairs:
         store, number = self.stores[self.file[index]], 2 * self.number[index]
         spans = [slice(store.starts[n], store.starts[n + 1]) for n in (number, number + 1)]
         return [(store.tokens[span], store.spoken[span]) for span in spans]
+
+    def margin(self, index: int) -> float:
+        """By how much the reward of the chosen answer should be ahead."""
+        return float(self.stores[self.file[index]].margins[2 * self.number[index]])
 
     def where(self, index: int) -> str:
         """The name of a pair in messages."""

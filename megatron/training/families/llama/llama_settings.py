@@ -302,7 +302,9 @@ def updated_config(
     if dtype is None:
         before["torch_dtype"] = original.get("dtype", original.get("torch_dtype"))
     ignored = ("architectures", "bos_token_id", "eos_token_id")
-    changed = {name: value for name, value in new.items() if before[name] != value and name not in ignored}
+    changed = {name: value for name, value in new.items() if before.get(name) != value and name not in ignored}
+    if ("id2label" in before) != ("id2label" in new):
+        changed["architectures"] = new["architectures"]
     result = dict(original)
     if any(name in SCALING for name in changed):
         result = {name: value for name, value in result.items() if name not in SCALING}
@@ -339,7 +341,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     if model.multi_latent_attention:
         names += ["multi_latent_attention"] + ["q_lora_rank"] * (model.q_lora_rank is not None)
         names += ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
-    names += ["mtp_num_layers"] if model.mtp_num_layers else []
+    names += [name for name in ("mtp_num_layers", "reward_model") if getattr(model, name)]
     if model.num_experts:
         usual = ModelConfig(moe_router_topk=0)  # this one is always written
         moe = [field.name for field in fields(ModelConfig) if field.name.startswith("moe_")]

@@ -30,7 +30,7 @@ class StepLog:
             host_peak: the same for host memory.
             data_wait_ms: the longest time that a rank waited for its data.
         """
-        result, flops, pairs = step.result, self._flops, self.job.config.data.pairs
+        result, flops, pairs = step.result, self._flops, self.job.config.pairs
         tokens = step.samples * step.length if pairs else result.tokens
         per_device = flops.model * step.samples / step.seconds / dist.get_world_size()
         row: dict[str, Any] = {

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--reward-model: losses and gradients of packed pairs are those of transformers for each answer alone, on every grid."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from tests.chats import CHATML, make_tokenizer
+from tests.distributed.test_preferences import P2, SP, T2, go_on, refusal_of, row, tune
+from tests.distributed.test_sft import LENGTH, LORA, R2, SIZES, U2, U2R2
+from tests.distributed.training_runs import compare_gradients
+from tests.pairs import also_in_full
+
+PAIRS = 14
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Flags for a random reward model of transformers, its tokenizer and some pairs; and the folder."""
+    folder, draw = tmp_path_factory.mktemp("rewards"), random.Random(2)
+    make_tokenizer(folder / "model", "chatml", marked=False)
+    rows = [row(draw, number) | ({"margin": 0.5 * number} if number % 2 else {}) for number in range(PAIRS)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    torch.manual_seed(3)
+    size = len(AutoTokenizer.from_pretrained(folder / "model"))
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=size, num_labels=1, **SIZES))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.1)
+    model.save_pretrained(folder / "model")
+    flags = (
+        f"--reward-model --seq-length {2 * LENGTH} --max-position-embeddings {2 * LENGTH} --split 1,0,0 "
+        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder / 'model'} --data-path "
+        f"{folder / 'pairs.jsonl'} --load {folder / 'model'} --finetune"
+    )
+    return flags, folder
+
+
+@pytest.fixture(scope="module")
+def alone(pool, data, shared):
+    """The run on one process, by its flags."""
+    return lambda flags: shared(("rewards", flags), lambda: pool.run(tune, 1, f"{data[0]} {flags}", timeout=120)[0])
+
+
+def by_transformers(folder: Path, numbers: list[int]) -> tuple[list[float], float, dict[str, Tensor]]:
+    """(what is logged of each pair's rewards, the mean loss, all gradients), one answer at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    model, losses, ahead = LlamaForSequenceClassification.from_pretrained(folder / "model").double(), [], []
+    for number in numbers:
+        rewards = []
+        for name in ("chosen", "rejected"):
+            before, answer = rows[number].get("prompt", []), rows[number][name]
+            before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+            answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            ids = tokenizer.apply_chat_template(before + answer, chat_template=CHATML, return_dict=True)["input_ids"]
+            rewards.append(model(torch.tensor([ids])).logits[0, 0])
+        ahead.append(float(rewards[0] - rewards[1]))
+        losses.append(F.softplus(rewards[1] + rows[number].get("margin", 0) - rewards[0]))
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return ahead, float(loss), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def of_ours(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our gradients that transformers has under one name and in the same form, by that name."""
+    names = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm",
+             "reward_head": "score"}  # fmt: skip
+    for layer in range(SIZES["num_hidden_layers"]):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        names |= {f"{ours}.self_attention.linear_proj": f"{theirs}.self_attn.o_proj",
+                  f"{ours}.mlp.linear_fc2": f"{theirs}.mlp.down_proj"}  # fmt: skip
+    return {f"{theirs}.weight": grads[f"{ours}.weight"] for ours, theirs in names.items()}
+
+
+def test_packed_pairs_have_the_loss_of_each_answer_alone(data, alone):
+    losses, grads, samples, _ = alone("")
+    assert max(map(len, samples)) > 1, "nothing is packed"
+    _, loss, theirs = by_transformers(data[1], sum(samples, []))
+    assert losses[0] == pytest.approx(loss, rel=1e-6)
+    for name, mine in of_ours(grads).items():
+        assert (mine - theirs[name]).abs().max() < 1e-5 * theirs[name].abs().max(), name
+
+
+GRIDS = [
+    (4, U2R2, ""),
+    *also_in_full(
+        (2, SP, ""),
+        (2, R2, ""),
+        (2, U2, ""),
+        (2, "", ""),
+        (2, T2, ""),
+        (2, P2, ""),
+        (4, f"{P2} {R2}", ""),
+        (4, f"{P2} {SP}", ""),
+        (4, f"{R2} --micro-batch-size 2", ""),
+        (4, f"{SP} {R2}", ""),
+        (2, f"{R2} --context-parallel-balance zigzag", ""),
+        (2, f"{R2} --fpdt --fpdt-chunk-size 64", ""),
+        (2, f"{U2} --fpdt --fpdt-chunk-size 64 --fpdt-stream-hidden", ""),
+        (4, f"{SP} {U2} --fpdt --fpdt-chunk-size 64", ""),
+        (2, "--zero-stage 1", ""),
+        (2, "--zero-stage 2", ""),
+        (4, f"{R2} --zero-stage 3", ""),
+        (2, R2, LORA),
+        (4, f"{P2} --num-virtual-stages-per-pipeline-rank 2", "--num-layers 4 --load none"),
+    ),
+]
+
+
+@pytest.mark.parametrize("world, grid, model", GRIDS)
+def test_the_grid_does_not_matter(pool, data, alone, world, grid, model):
+    losses, grads, samples, logged = alone(model)
+    for mine, my_grads, my_samples, my_logged in (results := pool.run(tune, world, f"{data[0]} {model} {grid}", timeout=180)):
+        assert mine == pytest.approx(losses, rel=1e-5, abs=1e-7) and my_samples == samples
+        assert my_logged == pytest.approx(logged, rel=1e-4, abs=1e-6)
+    compare_gradients([mine for _, mine, *_ in results], grads, 1e-5, smallest=1e-7)
+    assert set(logged) == {f"reward_model_{x}" for x in ("accuracy", "margin", "chosen_reward", "rejected_reward")}
+
+
+# ---- Checkpoints, transformers' form, and scores of a file.
+
+
+def start_from(flags: str, folder: str) -> str:
+    """Train one step and save; returns what is refused, if anything is."""
+    from megatron.training.refusal import Refusal
+
+    try:
+        go_on(flags, folder, 1, True)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+def rewards_of(path: Path, rows: list[list[int]]) -> list[float]:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    assert model.config.num_labels == 1
+    return [float(model(torch.tensor([ids])).logits[0, 0]) for ids in rows]
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("world, grid", [(2, R2), (2, P2), (2, "--zero-stage 3")])
+def test_a_language_model_becomes_a_reward_model_of_transformers(pool, data, tmp_path, world, grid):
+    """Trained from a language model, saved, resumed, converted, scored; transformers gives the same rewards."""
+    from tools.convert_hf import main as convert
+    from tools.evaluate import main as evaluate
+
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=len(AutoTokenizer.from_pretrained(data[1] / "model")), **SIZES))
+    base.save_pretrained(tmp_path / "base")
+    flags = data[0].replace(f"--load {data[1] / 'model'} ", f"--load {tmp_path / 'base'} ") + f" {grid}"
+    saved = tmp_path / "saved"
+    assert pool.run(start_from, world, f"{flags} --save {saved}", str(saved), timeout=180) == [""] * world
+    whole = pool.run(go_on, world, flags, "", 2, False, timeout=180)[0]
+    again = flags.replace("--finetune", "").replace(f"--load {tmp_path / 'base'}", f"--load {saved}")
+    assert pool.run(go_on, world, again, "", 1, False, timeout=180)[0] == pytest.approx(whole[1:], rel=1e-6)
+    causal = again.replace("--reward-model", "--dpo --dpo-reference none --finetune")
+    assert "is a reward model, without logits" in pool.run(refusal_of, world, causal, timeout=120)[0]
+    resumed = flags.replace("--finetune", "").replace("--load", "--pretrained-checkpoint")
+    assert pool.run(go_on, world, resumed, "", 1, False, timeout=180)[0] == pytest.approx(whole[:1], rel=1e-6)
+
+    assert convert(["--from", str(saved), "--to-hf", str(tmp_path / "hf"), "--hf-files", str(data[1] / "model")]) == 0
+    assert convert(["--from", str(saved), "--to-hf", str(tmp_path / "new")]) == 0
+    assert convert(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "back")]) == 0
+    assert convert(["--from", str(tmp_path / "back"), "--to-hf", str(tmp_path / "twice")]) == 0
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "twice"))
+    assert one == two
+    for source in (saved, tmp_path / "back", tmp_path / "hf"):
+        out, pairs = tmp_path / f"scores of {source.name}", str(data[1] / "pairs.jsonl")
+        words = f"--load {source} --eval-tasks scores --seq-length 128 --device cpu --tokenizer-type".split()
+        words += ["HuggingFaceTokenizer", "--tokenizer-model", str(data[1] / "model")]
+        assert pool.run(evaluate, 1, [*words, "--eval-files", pairs, "--eval-output", str(out)], timeout=180) == [0]
+        rows = [json.loads(line) for line in (out / "scores.jsonl").read_text().splitlines()]
+        assert len(rows) == 2 * PAIRS and [row["answer"] for row in rows[:2]] == ["chosen", "rejected"]
+        ids = tokens_of(data[1])
+        for folder in ("hf", "new", "twice"):
+            assert rewards_of(tmp_path / folder, ids) == pytest.approx([row["reward"] for row in rows], abs=1e-6)
+
+
+def tokens_of(folder: Path) -> list[list[int]]:
+    """The tokens of all answers with their prompts."""
+    tokenizer, found = AutoTokenizer.from_pretrained(folder / "model"), []
+    for row in map(json.loads, (folder / "pairs.jsonl").read_text().splitlines()):
+        for name in ("chosen", "rejected"):
+            before, answer = row.get("prompt", []), row[name]
+            before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+            answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            found.append(
+                tokenizer.apply_chat_template(before + answer, chat_template=CHATML, return_dict=True)["input_ids"]
+            )
+    return found
+
+
+REFUSED = [
+    ({"prompt": "a", "chosen": "b"}, "", 'line 2: the pair has no "rejected"'),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, "", 'line 2: the pair has an empty "rejected"'),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "", "'x' is not a finite number"),
+    ({"prompt": "a", "chosen": "b " * 400, "rejected": "c"}, "", "both answers must fit in --seq-length 256"),
+    ({}, "--dpo", "--dpo with --reward-model"),
+    ({}, "--dry-run --world-size 1", "--reward-model with --dry-run"),
+    ({}, "--eval-tasks needle", "only --eval-tasks scores"),
+]
+
+
+@pytest.mark.parametrize("bad, flags, message", REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.usual(2, 4)
+def test_bad_input_is_refused_in_a_line(pool, data, tmp_path, bad, flags, message):
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, *([bad] if bad else [])]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    refused = pool.run(refusal_of, 1, f"{data[0]} --data-path {tmp_path / 'pairs.jsonl'} {flags}")[0]
+    assert message in refused and "\n" not in refused
+
+
+@pytest.mark.lab
+def test_another_tokenizer_is_refused(pool, data, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(data[1] / "model")
+    tokenizer.add_tokens([f"<{number}>" for number in range(2000)])
+    tokenizer.save_pretrained(tmp_path)
+    flags = data[0].replace(f"--tokenizer-model {data[1] / 'model'}", f"--tokenizer-model {tmp_path}")
+    refused = pool.run(refusal_of, 1, flags)[0]
+    assert "use the checkpoint's tokenizer" in refused and "\n" not in refused
