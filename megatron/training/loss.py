@@ -89,8 +89,9 @@ Run = Callable[[Sequence[nn.Module], Any, Callable[[Batch, Tensor], Tensor]], li
 class PairObjective:
     """The loss of pairs of answers, compared by the log-probabilities of their tokens, or by a reward model's numbers.
 
-    Both answers of a pair are in one sample. A rank of CP adds up the values of its tokens by answer, and the ranks add
-    up these few sums; then each computes the same losses and differentiates them with respect to its own tokens. core divides the gradients by the number of pairs of the global batch, as it does with tokens.
+    Both answers of a pair are in one sample. A rank of CP adds up the scores of its tokens by answer, and the ranks add
+    up these few sums; then each computes the same losses and differentiates them with respect to its own tokens. core
+    divides the gradients by the number of pairs of the global batch, as it does with tokens.
 
     Attributes:
         reference: a context in which its value computes the reference's log-probabilities; None: no reference.

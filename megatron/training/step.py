@@ -51,7 +51,7 @@ class StepResult:
     skipped: bool = False  # fp16 overflow, or a bad batch: no update was made
     bad: str = ""  # what is bad about the batch
     experts: ExpertLoad | None = None  # of a model with experts
-    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, what pairs of answers log
+    further: dict[str, float] = field(default_factory=dict)  # losses of multi-token prediction, of pairs
 
 
 class Diverged(ArithmeticError):

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--reward-model: losses and gradients of packed pairs are those of transformers for each answer alone, on every grid."""
+"""--reward-model: packed pairs have the losses and gradients of transformers for each answer alone, on every grid."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from megatron.training.families.architectures import FAMILIES, Described, pieces
+from megatron.training.families.llama.llama_weights import split
+from megatron.training.settings.config import ModelConfig
 from tests.chats import CHATML, make_tokenizer
 from tests.distributed.test_preferences import P2, SP, T2, go_on, refusal_of, row, tune
 from tests.distributed.test_sft import LENGTH, LORA, R2, SIZES, U2, U2R2
@@ -51,43 +53,63 @@ def alone(pool, data, shared):
     return lambda flags: shared(("rewards", flags), lambda: pool.run(tune, 1, f"{data[0]} {flags}", timeout=120)[0])
 
 
-def by_transformers(folder: Path, numbers: list[int]) -> tuple[list[float], float, dict[str, Tensor]]:
-    """(what is logged of each pair's rewards, the mean loss, all gradients), one answer at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    model, losses, ahead = LlamaForSequenceClassification.from_pretrained(folder / "model").double(), [], []
-    for number in numbers:
-        rewards = []
+def tokens_of(folder: Path) -> list[list[int]]:
+    """The tokens of all answers with their prompts, the chosen one of a pair first."""
+    tokenizer, found = AutoTokenizer.from_pretrained(folder / "model"), []
+    for pair in map(json.loads, (folder / "pairs.jsonl").read_text().splitlines()):
         for name in ("chosen", "rejected"):
-            before, answer = rows[number].get("prompt", []), rows[number][name]
+            before, answer = pair.get("prompt", []), pair[name]
             before = [{"role": "user", "content": before}] if isinstance(before, str) else before
             answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            ids = tokenizer.apply_chat_template(before + answer, chat_template=CHATML, return_dict=True)["input_ids"]
-            rewards.append(model(torch.tensor([ids])).logits[0, 0])
-        ahead.append(float(rewards[0] - rewards[1]))
-        losses.append(F.softplus(rewards[1] + rows[number].get("margin", 0) - rewards[0]))
+            out = tokenizer.apply_chat_template(before + answer, chat_template=CHATML, return_dict=True)
+            found.append(out["input_ids"])
+    return found
+
+
+def by_transformers(folder: Path, numbers: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """(the mean loss of some pairs, all gradients), one answer at a time."""
+    rows, ids = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()], tokens_of(folder)
+    model, losses = LlamaForSequenceClassification.from_pretrained(folder / "model").double(), []
+    for number in numbers:
+        chosen, rejected = (model(torch.tensor([ids[2 * number + at]])).logits[0, 0] for at in (0, 1))
+        losses.append(F.softplus(rejected + rows[number].get("margin", 0) - chosen))
     loss = torch.stack(losses).mean()
     loss.backward()
-    return ahead, float(loss), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return float(loss), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def of_ours(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our gradients that transformers has under one name and in the same form, by that name."""
-    names = {"embedding.word_embeddings": "model.embed_tokens", "decoder.final_layernorm": "model.norm",
-             "reward_head": "score"}  # fmt: skip
-    for layer in range(SIZES["num_hidden_layers"]):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        names |= {f"{ours}.self_attention.linear_proj": f"{theirs}.self_attn.o_proj",
-                  f"{ours}.mlp.linear_fc2": f"{theirs}.mlp.down_proj"}  # fmt: skip
-    return {f"{theirs}.weight": grads[f"{ours}.weight"] for ours, theirs in names.items()}
+    """Our gradients by transformers' names, in its form."""
+    model = ModelConfig(
+        num_layers=SIZES["num_hidden_layers"],
+        hidden_size=SIZES["hidden_size"],
+        ffn_hidden_size=SIZES["intermediate_size"],
+        num_attention_heads=SIZES["num_attention_heads"],
+        num_query_groups=SIZES["num_key_value_heads"],
+        kv_channels=SIZES["hidden_size"] // SIZES["num_attention_heads"],
+        untie_embeddings_and_output_weights=True,
+        add_bias_linear=False,
+        reward_model=True,
+    )
+    size, found = grads["embedding.word_embeddings.weight"].size(0), {}
+    for piece in pieces(Described(model, size, FAMILIES["llama"]), ()):
+        key = piece.key.replace("layers.", f"layers.{piece.layer}.")
+        for ours, norm in (("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+                           ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")):  # fmt: skip
+            key = key.replace(ours, norm) if key not in grads else key
+        rows = grads[key].chunk(piece.parts)[piece.part]
+        found |= dict(zip(piece.names, split(piece, rows, model.num_query_groups)))
+    return found
 
 
 def test_packed_pairs_have_the_loss_of_each_answer_alone(data, alone):
     losses, grads, samples, _ = alone("")
     assert max(map(len, samples)) > 1, "nothing is packed"
-    _, loss, theirs = by_transformers(data[1], sum(samples, []))
+    loss, theirs = by_transformers(data[1], sum(samples, []))
     assert losses[0] == pytest.approx(loss, rel=1e-6)
-    for name, mine in of_ours(grads).items():
+    ours = of_ours(grads)
+    assert ours.keys() == theirs.keys()
+    for name, mine in ours.items():
         assert (mine - theirs[name]).abs().max() < 1e-5 * theirs[name].abs().max(), name
 
 
@@ -120,7 +142,8 @@ GRIDS = [
 @pytest.mark.parametrize("world, grid, model", GRIDS)
 def test_the_grid_does_not_matter(pool, data, alone, world, grid, model):
     losses, grads, samples, logged = alone(model)
-    for mine, my_grads, my_samples, my_logged in (results := pool.run(tune, world, f"{data[0]} {model} {grid}", timeout=180)):
+    results = pool.run(tune, world, f"{data[0]} {model} {grid}", timeout=180)
+    for mine, _, my_samples, my_logged in results:
         assert mine == pytest.approx(losses, rel=1e-5, abs=1e-7) and my_samples == samples
         assert my_logged == pytest.approx(logged, rel=1e-4, abs=1e-6)
     compare_gradients([mine for _, mine, *_ in results], grads, 1e-5, smallest=1e-7)
@@ -185,20 +208,6 @@ def test_a_language_model_becomes_a_reward_model_of_transformers(pool, data, tmp
         ids = tokens_of(data[1])
         for folder in ("hf", "new", "twice"):
             assert rewards_of(tmp_path / folder, ids) == pytest.approx([row["reward"] for row in rows], abs=1e-6)
-
-
-def tokens_of(folder: Path) -> list[list[int]]:
-    """The tokens of all answers with their prompts."""
-    tokenizer, found = AutoTokenizer.from_pretrained(folder / "model"), []
-    for row in map(json.loads, (folder / "pairs.jsonl").read_text().splitlines()):
-        for name in ("chosen", "rejected"):
-            before, answer = row.get("prompt", []), row[name]
-            before = [{"role": "user", "content": before}] if isinstance(before, str) else before
-            answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            found.append(
-                tokenizer.apply_chat_template(before + answer, chat_template=CHATML, return_dict=True)["input_ids"]
-            )
-    return found
 
 
 REFUSED = [

@@ -55,7 +55,6 @@ from megatron.training.settings.config import CheckpointConfig, Config, ModelCon
 from megatron.training.settings.flag import ADAPTERS, names_with
 from megatron.training.settings.same_network import differences, flat, of_run
 
-
 HEAD_OF_LOGITS = "output_layer.weight"
 
 
@@ -281,7 +280,11 @@ def _load(
         new=new,
     )
     places = _places(chunks, optimizer, config)
-    loaded = load_torch_dist.load(foreign, state, left=HEAD_OF_LOGITS if is_head in new else "") if foreign else load_state(state, path)
+    loaded = (
+        load_torch_dist.load(foreign, state, left=HEAD_OF_LOGITS if is_head in new else "")
+        if foreign
+        else load_state(state, path)
+    )
     for index, (chunk, key) in enumerate(zip(chunks, _chunk_keys(chunks))):
         if config.parallel.zero_stage < 2:
             unwrap(chunk).load_state_dict(loaded.get(key, {}), strict=not new)  # a stage may hold nothing

@@ -97,7 +97,9 @@ def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> lis
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path, rows = Path(folder) / FILE, Path(folder) / ROWS
-        means = {task: {key: value for key, value in result.items() if key != "rows"} for task, result in results.items()}
+        means = {
+            task: {key: value for key, value in result.items() if key != "rows"} for task, result in results.items()
+        }
         replace_file(path, json.dumps({**about, "tasks": means}, indent=1) + "\n")
         if "scores" in results:
             replace_file(rows, "".join(json.dumps(row) + "\n" for row in results["scores"]["rows"]))

@@ -203,7 +203,9 @@ def scores_of_answers(plan: Plan, subject: Subject) -> Result:
     scored, values = [], {"": [], "chosen": [], "rejected": []}
     for answer, (loss, _, tokens) in zip(found, sums):
         score = {"reward": -loss} if rewards else {"log_prob": -loss, "tokens": int(tokens)}
-        scored.append({"file": answer.path, "row": answer.row} | ({"answer": answer.name} if answer.name else {}) | score)
+        scored.append(
+            {"file": answer.path, "row": answer.row} | ({"answer": answer.name} if answer.name else {}) | score
+        )
         values[answer.name].append(-loss)
     kind = "reward" if rewards else "log_prob"
     means = {f"{name}_{kind}".lstrip("_"): sum(some) / len(some) for name, some in values.items() if some}

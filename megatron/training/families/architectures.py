@@ -194,5 +194,7 @@ def is_ignored(model: Described, name: str) -> bool:
 def copies(model: Described, pieces: list[Piece]) -> dict[str, str]:
     """Tensors that the files may hold although they equal another one: for each, the name of the other."""
     settings = model.settings
-    tied = {} if settings.untie_embeddings_and_output_weights or settings.reward_model else {LM_HEAD: pieces[0].names[0]}
+    tied = (
+        {} if settings.untie_embeddings_and_output_weights or settings.reward_model else {LM_HEAD: pieces[0].names[0]}
+    )
     return tied | (model.family.copies(model.settings) if isinstance(model.family, DeepSeek) else {})

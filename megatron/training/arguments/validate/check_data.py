@@ -260,9 +260,11 @@ def complete_evaluation(config: Config) -> None:
     settings.eval_tasks = list(dict.fromkeys(tasks))
     for task, what in (("perplexity", "text"), ("scores", "chats or pairs of answers")):
         if task in tasks and not settings.eval_files:
-            raise Refusal(f"--eval-tasks {task}", f"needs {what}: add --eval-files FILE ..., or leave it out", LEAVE_OUT)
+            raise Refusal(
+                f"--eval-tasks {task}", f"needs {what}: add --eval-files FILE ..., or leave it out", LEAVE_OUT
+            )
     if settings.eval_files and {"perplexity", "scores"} <= {*tasks}:
-        raise Refusal("--eval-tasks perplexity scores", "read different --eval-files: evaluate them one after the other")
+        raise Refusal("--eval-tasks perplexity scores", "read different --eval-files: evaluate one after the other")
     if config.model.reward_model and set(tasks) != {"scores"}:
         raise Refusal(
             f"--reward-model with --eval-tasks {' '.join(tasks)}",

@@ -302,7 +302,13 @@ def _check_stored(
     """Check that all weights exist with the shapes that the settings require; returns their dtype."""
     parts = [part for piece in pieces for part in piece.stored()]
     wanted = {part.key: sharded(part, model.num_layers, torch.float32) for part in parts}
-    of_model = ("embedding.", "decoder.", "output_layer.", "reward_head.", *(("mtp.",) if isinstance(family, DeepSeek) else ()))
+    of_model = (
+        "embedding.",
+        "decoder.",
+        "output_layer.",
+        "reward_head.",
+        *(("mtp.",) if isinstance(family, DeepSeek) else ()),
+    )
     present = {key for key in stored if key.startswith(of_model)}
     if differing := sorted(present ^ wanted.keys()):
         raise Refusal(
