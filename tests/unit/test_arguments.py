@@ -54,7 +54,8 @@ OURS = """--rotary-base-local --geglu --sandwich-norm --reordered-norm --paralle
 --train-weighted-split-paths --valid-weighted-split-paths --test-weighted-split-paths
 --train-weighted-split-paths-path --valid-weighted-split-paths-path --test-weighted-split-paths-path
 --skip-bad-batches --rollback-on-bad-batch --spike-factor --sft-over-length --lora-rank --lora-alpha
---lora-targets --keep-attention --dpo --dpo-beta --dpo-label-smoothing --dpo-loss --dpo-margin --dpo-reference --reward-model
+--lora-targets --keep-attention --dpo --dpo-beta --dpo-label-smoothing --dpo-loss --dpo-margin --dpo-reference
+--reward-model
 --dataloader-inter-document-masking --hybrid-layer-pattern --megatron-fsdp-grad-comm-dtype
 --megatron-fsdp-main-grads-dtype --muon-coefficient-type --muon-nesterov --pytorch-profiler-collect-callstack
 --pytorch-profiler-collect-shapes --record-shapes --step-batch-size-schedule""".split()
