@@ -17,7 +17,7 @@ from megatron.simulator.cost.operations import collective
 from megatron.simulator.cost.seconds import transfer_seconds
 from megatron.simulator.dry_run.dry_run import dry_run
 from megatron.simulator.machines.machine import Machine
-from megatron.simulator.machines.machine_file import known, load
+from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.page import step_shape
 from megatron.simulator.planner.plan_report import training_flags
 from megatron.simulator.planner.plans import Problem, fullest
@@ -56,19 +56,6 @@ def test_the_algorithm_is_chosen_by_size_place_and_generation():
     assert {line.name for line in price_of("all_reduce", 8, 1, load("L20-48G")).lines}.isdisjoint(
         {"ring ll128", "tree ll128", "nvls"}
     )
-
-
-@pytest.mark.parametrize("machine", [load(name) for name in known()], ids=known())
-@pytest.mark.parametrize("ranks, stride", [(2, 1), (8, 1), (16, 1), (12, 1), (16, 8), (64, 2), (1024, 1)])
-def test_more_bytes_take_longer_and_the_ends_are_latency_and_bandwidth(machine, ranks, stride):
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        price = price_of(kind, ranks, stride, machine)
-        times = [price(2.0 ** (power / 4)) for power in range(160)]
-        assert all(low <= high * (1 + 1e-12) for low, high in zip(times, times[1:])), kind
-        latency = (max if price.together else min)(line.latency for line in price.lines)
-        assert price(0) == pytest.approx(latency) and price(1.0) == pytest.approx(latency, rel=1e-3)
-        rates = [line.rate for line in price.lines]
-        assert price(1e15) == pytest.approx(1e15 * (max if price.together else min)(rates), rel=1e-2)
 
 
 def test_groups_are_placed_on_nodes_of_eight():

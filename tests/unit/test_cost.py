@@ -176,7 +176,6 @@ def test_between_nodes_all_to_all_and_interleaved_groups_have_separate_shares():
     assert transfer_seconds(transfer("all_gather", 4e9, 4, stride=4), machine) == pytest.approx(4e8, rel=1e-6)
 
 
-sizes = st.integers(1, 10**7)
 machines = st.sampled_from([load(name) for name in known()])
 
 

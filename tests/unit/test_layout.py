@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.attention import ring_plan as planning
 from megatron.context_parallel.attention.attend import tiled_attention
 from megatron.context_parallel.attention.kernels import select
 from megatron.context_parallel.attention.kernels.sums import Accumulator
@@ -378,42 +375,6 @@ def test_gathering_on_one_rank_needs_no_processes():
     layout, x = SequenceLayout(6, abstract_grid()), torch.randn(2, 6, requires_grad=True)
     (grad,) = torch.autograd.grad(layout.gather(x, 1), x, torch.arange(12.0).view(2, 6))
     assert layout.gather(x, 1).equal(x) and grad.equal(torch.arange(12.0).view(2, 6))
-
-
-def log_normal(documents: int, length: int, seed: int) -> tuple[int, ...]:
-    draw = random.Random(seed)
-    sizes = [draw.lognormvariate(0, 1) for _ in range(documents)]
-    bounds = [int(length * sum(sizes[: i + 1]) / sum(sizes)) for i in range(documents - 1)]
-    return (*sorted({*bounds} - {0, length}), length)
-
-
-def cpu_seconds(work) -> float:
-    """The least of three CPU times, so that other programs have little effect."""
-
-    def once() -> float:
-        planning._attention_plan.cache_clear()
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-
-    return min(once() for _ in range(3))
-
-
-@pytest.mark.parametrize("balance", ["zigzag", "contiguous", "documents"])
-@pytest.mark.parametrize("chunks", [1, 16])
-def test_a_thousand_documents_in_a_million_tokens_are_planned_fast(balance, chunks):
-    length, ends = 2**20, log_normal(1000, 2**20, seed=0)
-    layout = cp.SequenceLayout(length, abstract_grid(ring=8), balance, chunks).of_documents(ends)
-    mask = cp.Documents(ends)
-
-    def plans():
-        for chunk in range(chunks) if chunks > 1 else [None]:
-            attention_plan(layout, mask).ring(rank=3, chunk=chunk)
-
-    # Every plan needs the bands of all documents. A plan takes one or two times the CPU time of these bands, the plans
-    # of 16 chunks take three to seven times, and the definition above takes about twenty times.
-    bands = cpu_seconds(lambda: [list(mask.bands(span, (0, length))) for span in zip((0, *ends), ends)])
-    assert cpu_seconds(plans) < (6 if chunks == 1 else 18) * bands
 
 
 # Partial outputs are merged in fp32, or in fp64 for fp64 inputs, also with rows without keys.

@@ -317,23 +317,6 @@ def test_table_rows_and_picture(tmp_path, capsys):
     assert any(row["fits"] for row in result) and not all(row["fits"] for row in result)
 
 
-def test_each_saving_reduces_memory(tmp_path):
-    def totals(*words: str) -> list[dict]:
-        path = tmp_path / "rows.json"
-        assert main(["--params", "7B", "--seq-length", "512K", "--json", str(path), *words]) == 0
-        return json.loads(path.read_text())
-
-    one, eight = totals(), totals("--gpus", "8")
-    assert len(one) == 16 and min(row["total"] for row in eight) < min(row["total"] for row in one) / 3
-    by = {
-        (row["strategy"]["zero"], row["strategy"]["recompute"], bool(row["strategy"]["fpdt_chunk"])): row["total"]
-        for row in eight
-        if row["strategy"]["data"] == 1
-    }
-    assert by[3, "full", True] < by[3, "full", False] < by[3, "none", False]
-    assert by[3, "full", True] < by[2, "full", True] < by[1, "full", True] < by[0, "full", True]
-
-
 def test_experts_and_latents_have_rows_of_what_the_program_accepts(tmp_path, capsys):
     path = tmp_path / "rows.json"
 

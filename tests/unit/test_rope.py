@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -15,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.context_parallel.core.learned_positions import PositionRows
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
@@ -23,7 +21,6 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions import rope as rope_module
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, Rope, Yarn, rotary_angles
 from megatron.decisions.division import length_unit
-from megatron.platform.simulated_cluster import simulated_world
 from megatron.training.arguments.parser import parse
 from megatron.training.model import weights
 from megatron.training.refusal import Refusal
@@ -407,51 +404,6 @@ GRIDS = [
     "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --ring-parallel-size 2",
     "--ulysses-parallel-size 8 --zero-stage 1",
 ]
-
-
-def same_on_all_ranks(result, mine, group=None):
-    """In place of all_gather_object, whose messages have lengths that fake tensors cannot give."""
-    result[:] = [mine] * len(result)
-
-
-@pytest.mark.parametrize("flags", GRIDS)
-@pytest.mark.parametrize("rank", [0, 5])
-def test_a_million_positions_over_8_ranks_are_an_eighth_on_each(flags, rank, monkeypatch):
-    """1,048,576 x 1,024: bytes of the weights, gradients and Adam's states that megatron-core makes for a rank."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    from megatron import platform
-    from megatron.context_parallel.core.groups import initialize_grid
-    from megatron.training.model.build import build_model
-    from megatron.training.model.optimizer import build_optimizer, wrap_for_data_parallelism
-    from megatron.training.report.memory_profile import owned
-
-    positions, hidden = 2**20, 1024
-    length = f"--seq-length {positions} --max-position-embeddings {positions} --hidden-size {hidden}"
-    config = config_of(f"{PARTITION} {length} --num-layers 1 --micro-batch-size 1 --global-batch-size 1 {flags}", 8)
-    parallel = config.parallel
-    device = platform.select("cpu", 0, None).device
-    monkeypatch.setattr(CudaRNGStatesTracker, "fork", lambda *_: nullcontext())  # it would read fake states
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, _: module)  # fake tensors cannot move, and need not
-    monkeypatch.setattr(torch.distributed, "all_gather_object", same_on_all_ranks)
-    with simulated_world(8, rank):
-        grid = initialize_grid(
-            ulysses=parallel.ulysses_parallel_size,
-            ring=parallel.ring_parallel_size,
-            tensor=parallel.tensor_model_parallel_size,
-            core_options={"expert_model_parallel_size": parallel.context_parallel_size},
-        )
-        layout = SequenceLayout(positions, grid)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            chunks = wrap_for_data_parallelism(build_model(config, grid, layout, 64, device), config)
-            optimizer = build_optimizer(chunks, config)
-            result = {}
-            for kind, tensor in owned(chunks, optimizer):
-                storage = tensor.untyped_storage()
-                result.setdefault(storage._cdata, (kind, storage.nbytes()))
-    large = sorted((size, kind) for kind, size in result.values() if size > positions * hidden // 16)
-    eighth = positions * hidden * 4 // 8
-    assert large == [(eighth, kind) for kind in ("gradients", "optimizer", "optimizer", "parameters")]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
