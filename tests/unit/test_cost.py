@@ -9,12 +9,13 @@ import pytest
 from hypothesis import strategies as st
 
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
+from megatron.simulator import command
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.cost.jitter import Jitter, Waits, largest_of, spread, step_spread, step_waits
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.trace import HostCopy, Kernel, Trace, Transfer, Wait
-from megatron.simulator.dry_run import command, dry_run_report
 from megatron.simulator.dry_run import dry_run as dry_runs
+from megatron.simulator.dry_run import dry_run_report
 from megatron.simulator.dry_run.replay import replay
 from megatron.simulator.machines.machine import Calibration, Link, Machine, Measured, Rate
 from megatron.simulator.machines.machine_file import known, load

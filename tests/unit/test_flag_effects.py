@@ -462,7 +462,8 @@ def test_exit_duration_in_mins(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
-    from megatron.simulator.dry_run import command, dry_run
+    from megatron.simulator import command
+    from megatron.simulator.dry_run import dry_run
 
     class Called(Exception):
         pass
@@ -478,7 +479,8 @@ def test_dry_run_every_layer(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_dry_run_trace_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    from megatron.simulator.dry_run import command, dry_run, dry_run_report, timeline
+    from megatron.simulator import command
+    from megatron.simulator.dry_run import dry_run, dry_run_report, timeline
 
     arguments: list[int] = []
     monkeypatch.setattr(timeline, "write_trace", lambda result, path, most: arguments.append(most))
