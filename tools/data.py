@@ -24,13 +24,7 @@ import numpy as np
 from megatron.training.data.index_files import check_token_ids, open_prefix
 from megatron.training.data.read_tokens import check_ids
 from megatron.training.data.sources.partitions import merge_parts
-from megatron.training.data.sources.token_files import (
-    merge,
-    read_manifest,
-    same_documents,
-    verify,
-    write_documents,
-)
+from megatron.training.data.sources.token_files import merge, read_manifest, same_documents, verify, write_documents
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.ownership.own_files import one_job

@@ -25,10 +25,7 @@ from megatron.simulator.machines.machine import Machine  # noqa: E402
 from megatron.simulator.machines.machine_file import load  # noqa: E402
 
 LOGS = Path(__file__).parent / "published" / "nccl_tests"
-PUBLISHED = {
-    "H100": ("H100-80G", ("h100_8", "h100_16", "h100_32", "h100_64")),
-    "A100": ("A100-80G", ("a100_8",)),
-}
+PUBLISHED = {"H100": ("H100-80G", ("h100_8", "h100_16", "h100_32", "h100_64")), "A100": ("A100-80G", ("a100_8",))}
 SHOWN = (1024, 65536, 2**20, 2**24, 2**28, 2**32)  # bytes of the tensor in the printed rows
 
 

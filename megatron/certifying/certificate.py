@@ -16,14 +16,7 @@ from megatron.certifying.comparing import Compared, compare
 from megatron.certifying.processes_of_program import Processes, Run
 from megatron.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
 from megatron.certifying.rows import Rows, find_positions
-from megatron.certifying.sight import (
-    Allowed,
-    Seen,
-    changed_by_tokens,
-    compare_changes,
-    rows_by_rank,
-    tokens_to_change,
-)
+from megatron.certifying.sight import Allowed, Seen, changed_by_tokens, compare_changes, rows_by_rank, tokens_to_change
 from megatron.system.whole_file import save_figure
 
 Sizes = Mapping[str, int]

@@ -8,16 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron.certifying.recording import (
-    GRADIENT,
-    LOSS,
-    NORM,
-    UPDATE,
-    Key,
-    Recording,
-    Reference,
-    error,
-)
+from megatron.certifying.recording import GRADIENT, LOSS, NORM, UPDATE, Key, Recording, Reference, error
 
 COMPARED = (LOSS, GRADIENT, NORM, UPDATE)
 

@@ -58,10 +58,7 @@ class Qwen2Row:
     def as_printed(self) -> tuple[float, float]:
         """Formulas that reproduce the printed numbers: 33 L bsd (for 7B it gives 13.6 instead), and 8 bs^2H of *one*
         layer in GiB, rounded up."""
-        return (
-            33 * self.layers * self.length * self.hidden / GB,
-            8 * self.length**2 * self.heads / 2**30,
-        )
+        return (33 * self.layers * self.length * self.hidden / GB, 8 * self.length**2 * self.heads / 2**30)
 
 
 QWEN2 = (

@@ -308,10 +308,7 @@ def simulated_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def fake_tensors(
-    waited: Callable[[int], None] | None = None,
-    *,
-    gloo: bool = False,
-    selected: Callable[[Tensor], int] | None = None,
+    waited: Callable[[int], None] | None = None, *, gloo: bool = False, selected: Callable[[Tensor], int] | None = None
 ) -> Iterator[Answer]:
     """A context in which new tensors have a shape and no memory. Programs run; numbers read from tensors are made up.
 

@@ -187,11 +187,7 @@ def _with_host(shape: Shape, gpus: int) -> str:
     return f"with layer inputs in host memory: {further // STEP}K"
 
 
-SAVINGS: dict[str, System | None] = {
-    "TP": TENSOR_PARALLEL,
-    "TP, SP": MEGATRON_LM,
-    "TP, SP, table and mask": None,
-}
+SAVINGS: dict[str, System | None] = {"TP": TENSOR_PARALLEL, "TP, SP": MEGATRON_LM, "TP, SP, table and mask": None}
 CEILING = 51200  # the page: about 50K on any number of GPUs, unless the table is split
 NOT_THE_TABLE = "the page blames the table, here {table:.1f} GB; making the dense mask takes {mask:.1f} GB"
 

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import (
-    get_expert_tensor_and_model_parallel_group,
-    get_expert_tensor_parallel_group,
-)
+from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group, get_expert_tensor_parallel_group
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT

@@ -62,12 +62,7 @@ def tiled_attention(
 
 
 def attend_all(
-    q_SBHD: Tensor,
-    k_SBHD: Tensor,
-    v_SBHD: Tensor,
-    source: Source,
-    kernel: TileKernel,
-    sinks: Tensor | None = None,
+    q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor, source: Source, kernel: TileKernel, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The forward pass of :func:`tiled_attention`: out [s, b, heads, head size of v] and lse [s, b, heads]."""
     value_dim = source.value_dim if isinstance(source, LatentSource) else v_SBHD.size(3)

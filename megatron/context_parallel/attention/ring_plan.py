@@ -208,11 +208,7 @@ def _blocks(layout: SequenceLayout, chunk: int | None) -> Blocks:
 
 
 def _plan(
-    queries: Spans,
-    keys: Blocks,
-    tiles_of: Callable[[Spans, Spans], Tiles],
-    by_step: dict[int, list[_Path]],
-    rank: int,
+    queries: Spans, keys: Blocks, tiles_of: Callable[[Spans, Spans], Tiles], by_step: dict[int, list[_Path]], rank: int
 ) -> RingPlan:
     size = len(keys)
     sent = {step: sum(path.sent for path in paths) for step, paths in by_step.items()}

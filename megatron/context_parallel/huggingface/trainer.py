@@ -93,11 +93,7 @@ class ContextParallelMixin:
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Tensor | None]:
         """The loss of a batch, and its complete logits and labels unless only the loss is wanted.
 

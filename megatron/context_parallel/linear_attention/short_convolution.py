@@ -35,10 +35,7 @@ from megatron.context_parallel.linear_attention.span_exchange import (
 from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
 from megatron.platform.streams import to_device
 
-ACTIVATIONS = {
-    None: (lambda x: x, lambda dy, x: dy),
-    "silu": (F.silu, torch.ops.aten.silu_backward),
-}
+ACTIVATIONS = {None: (lambda x: x, lambda dy, x: dy), "silu": (F.silu, torch.ops.aten.silu_backward)}
 
 
 def short_convolution(

@@ -44,12 +44,7 @@ NEEDS = {
 
 
 def available(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    tile_rows: float | None = None,
-    **needs: bool,
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, *, tile_rows: float | None = None, **needs: bool
 ) -> list[str]:
     """Names of the kernels that can run on these tensors, best first; ``needs``: some of :data:`NEEDS`."""
     device = torch.device(device)

@@ -269,11 +269,7 @@ def _layers(config: Config, assign: _Assign) -> None:
     if other.spec in HYBRID_SPECS and not model.is_hybrid_model:
         raise Refusal(f"--spec {' '.join(other.spec)}", "needs --is-hybrid-model: add it", Fix("--is-hybrid-model"))
     if other.spec and other.spec not in (*PLAIN_SPECS, *HYBRID_SPECS):
-        raise Refusal(
-            f"--spec {' '.join(other.spec)}",
-            ": custom layers are not supported: leave it out",
-            LEAVE_OUT,
-        )
+        raise Refusal(f"--spec {' '.join(other.spec)}", ": custom layers are not supported: leave it out", LEAVE_OUT)
     if other.glu_activation == "swiglu":
         assign("model.swiglu", True, "--glu-activation swiglu")
         if model.ffn_hidden_size is None and model.hidden_size is not None:

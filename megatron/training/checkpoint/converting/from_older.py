@@ -126,12 +126,7 @@ def _check_names(weights: Weights, wanted: dict[Name, torch.Size]) -> None:
 
 
 def _save(
-    folder: Path,
-    weights: Weights,
-    wanted: dict[Name, torch.Size],
-    model: ModelConfig,
-    dtype: torch.dtype,
-    done: Done,
+    folder: Path, weights: Weights, wanted: dict[Name, torch.Size], model: ModelConfig, dtype: torch.dtype, done: Done
 ) -> None:
     parts, names = [], {}
     for name, shape in wanted.items():

@@ -182,10 +182,7 @@ def orthogonalized(direction: Tensor, matrix: Matrix, settings: OptimizerSetting
 
 
 def _by_heads(
-    x: Tensor,
-    heads: tuple[int, ...] | None,
-    settings: OptimizerSettings,
-    tensor: tuple[dist.ProcessGroup, int] | None,
+    x: Tensor, heads: tuple[int, ...] | None, settings: OptimizerSettings, tensor: tuple[dist.ProcessGroup, int] | None
 ) -> Tensor:
     """Orthogonalize and scale a matrix, or separately the queries, keys and values of all heads in it."""
     if heads is None or x.size(0) % sum(heads):
