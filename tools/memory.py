@@ -24,7 +24,7 @@ from megatron.formulas.parameters import stage_parameters
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import memory_table as tables
 from megatron.system.whole_file import replace_file
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import Refusal, refusing
 from megatron.training.untrusted.largest_numbers import MOST_RANKS
 
 
@@ -81,11 +81,9 @@ def _run(options: argparse.Namespace) -> int:
         for table in tables.papers_tables(shape, length):
             console.print(table)
     if options.json:
-        try:
+        with refusing(f"--json {options.json}: cannot be written", OSError):
             options.json.parent.mkdir(parents=True, exist_ok=True)
             replace_file(options.json, json.dumps([row.as_json() for row in rows], indent=1) + "\n")
-        except OSError as error:
-            raise Refusal(f"--json {options.json}: cannot be written: {reason(error)}") from None
         console.print(f"rows: {options.json}")
     if options.output:
         tables.draw(rows, title, options.output, machine)

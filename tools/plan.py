@@ -41,7 +41,7 @@ from megatron.simulator.planner.run_cost import Terms
 from megatron.simulator.planner.search import NEAR, all_strategies, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.system.whole_file import replace_file
-from megatron.training.refusal import Refusal, Refusals
+from megatron.training.refusal import Refusal, Refusals, refusing
 from tools.plan_options import MARGIN, parser, planning_problems, terms
 
 EXIT_REFUSED = 2
@@ -162,11 +162,9 @@ def confirm(ranking: Report, gpu: str, console: Console) -> None:
 
 
 def write(name: str, text: str, flag: str) -> None:
-    try:
+    with refusing(f"{flag} {name}: cannot be written", OSError):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(name, text)
-    except OSError as error:
-        raise Refusal(f"{flag} {name}: cannot be written: {error.strerror or error}") from None
 
 
 def nothing_fits(problem: Problem) -> Refusal:

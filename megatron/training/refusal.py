@@ -141,6 +141,15 @@ def permitted() -> Iterator[None]:
         raise Refusal(f"{error.filename}: permission denied: ask its owner for access, or give another path") from None
 
 
+@contextmanager
+def refusing(what: object, *errors: type[Exception]) -> Iterator[None]:
+    """Turn some errors into a Refusal: ``what`` they are about, a colon, and their text."""
+    try:
+        yield
+    except errors as error:
+        raise Refusal(f"{what}: {reason(error)}") from None
+
+
 class Unreadable(Refusal):
     """A flag without a value, or with a value that cannot be read."""
 

@@ -19,7 +19,7 @@ from megatron.simulator.dry_run.allocation.reserved import needed_by_setting, ru
 from megatron.simulator.dry_run.dry_run import DryRun, RankReport
 from megatron.simulator.dry_run.replay import duration
 from megatron.system.whole_file import replace_file
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, refusing
 from megatron.training.report.layer_traffic import describe_layers, layer_traffic
 from megatron.training.report.memory_picture import DEVICE_KINDS, draw, readable
 
@@ -207,13 +207,11 @@ def check_output(path: str | None) -> None:
     """
     if path is None:
         return
-    try:
+    with refusing(f"--dry-run-json {path} cannot be written", OSError):
         folder = os.path.dirname(path) or "."
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise Refusal(f"--dry-run-json {path} cannot be written: {error.strerror}") from None
     if os.path.isdir(path):
         raise Refusal(f"--dry-run-json {path} is a folder: give a file")
 

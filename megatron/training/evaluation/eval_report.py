@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.system.whole_file import replace_file, save_figure
 from megatron.training.evaluation.tasks import Result
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import refusing
 from megatron.training.report.memory_picture import pyplot_for_files
 
 
@@ -94,7 +94,7 @@ FILE, ROWS = "evaluation.json", "scores.jsonl"
 
 def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> list[str]:
     """Write evaluation.json and the pictures; returns their paths. Raises Refusal if the folder cannot be written."""
-    try:
+    with refusing(f"--eval-output {folder} cannot be written", OSError):
         Path(folder).mkdir(parents=True, exist_ok=True)
         path, rows = Path(folder) / FILE, Path(folder) / ROWS
         means = {
@@ -104,8 +104,6 @@ def write(folder: str, about: dict[str, Any], results: dict[str, Result]) -> lis
         if "scores" in results:
             replace_file(rows, "".join(json.dumps(row) + "\n" for row in results["scores"]["rows"]))
         return [str(path), *([str(rows)] if "scores" in results else []), *draw(results, Path(folder))]
-    except OSError as error:
-        raise Refusal(f"--eval-output {folder} cannot be written: {reason(error)}") from None
 
 
 def lines(results: dict[str, Result]) -> Iterator[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.training.data import genome
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.json_file import read_bytes
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import Refusal, refusing
 
 FIRST = (
     "amber brisk calm dusty eager faint gentle hollow icy jolly keen lucky mellow narrow oaken pale quiet rusty "
@@ -151,18 +151,14 @@ def read_ids(tokenizer: Tokenizer, path: str, flag: str) -> np.ndarray:
     Raises:
         Refusal: it cannot be read or tokenized, or has less than two tokens.
     """
-    try:
+    with refusing(f"{flag} {path} cannot be read", OSError, ValueError):
         text = read_bytes(path, MOST_TEXT).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{flag} {path} cannot be read: {reason(error)}") from None
     if tokenizer.kind == "NullTokenizer":
         text = " ".join(text.split())
     elif tokenizer.kind in ("NucleotideTokenizer", "CodonTokenizer"):
         text = "".join(text.split())
-    try:
+    with refusing(f"{flag} {path}: {tokenizer.kind} cannot tokenize it", ValueError):
         ids = _encode(tokenizer, text) if text else np.empty(0, np.int64)
-    except ValueError as error:  # for example words for NullTokenizer
-        raise Refusal(f"{flag} {path}: {tokenizer.kind} cannot tokenize it: {reason(error)}") from None
     if ids.size < 2:
         raise Refusal(f"{flag} {path} holds {ids.size} tokens, and at least 2 are needed: use a longer text")
     if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:

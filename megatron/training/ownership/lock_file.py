@@ -9,7 +9,8 @@ that it has lost the target.
 
 Of two jobs, the one that lists the lock files later sees the other's, so they can never both continue, whatever their
 timing. The only requirement is that listing the folder shows files created before: no flock, no atomic exchange, no
-rename and no synchronised clocks are needed.
+rename and no synchronised clocks are needed. (The library filelock needs flock, or never takes over from a job that
+died on another machine; and its job does not notice that its lock file is gone.)
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron.system.whole_file import replace_file
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import Refusal, reason, refusing
 from megatron.training.report.memory_picture import KINDS, Profile, draw, peak_of, readable
 from megatron.training.report.tensor_memory import Block, TensorMeter
 from megatron.training.settings.config import Config
@@ -144,12 +144,10 @@ def check_profile(config: Config, steps: int) -> None:
             f"--profile-memory records nothing: step {wanted} after this start is to be recorded, but "
             f"the run ends after {steps}"
         )
-    try:
+    with refusing(f"--profile-memory {folder} cannot be written", OSError):
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise Refusal(f"--profile-memory {folder} cannot be written: {error.strerror}") from None
 
 
 def write_profile(folder: str, iteration: int, profile: Profile, device: str) -> str:

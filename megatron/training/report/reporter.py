@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatron.system.whole_file import is_special, whole_file
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import Refusal, reason, refusing
 from megatron.training.settings.config import Config
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,8 @@ class Reporter:
         if settings.progress and sys.stderr.isatty():
             self.bar = tqdm(total=self.last, initial=self.first, unit="step", dynamic_ncols=True)
         if settings.tensorboard_dir:
-            try:
+            with refusing(f"--tensorboard-dir {settings.tensorboard_dir}", OSError):
                 self.tensorboard = _start_tensorboard(settings.tensorboard_dir, settings.tensorboard_queue_size)
-            except OSError as error:
-                raise Refusal(f"--tensorboard-dir {settings.tensorboard_dir}: {error.strerror}") from None
         if settings.wandb_project:
             wandb = _import_wandb()
             self._attempt("wandb", lambda: setattr(self, "wandb", _start_wandb(wandb, self.config)))
@@ -166,7 +164,7 @@ def _open_for_rows(path: str, first_iteration: int) -> TextIO:
 
     Something else than a file, such as a pipe or /dev/null, is only written to.
     """
-    try:
+    with refusing(f"--log-jsonl {path} cannot be written", OSError):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         if not is_special(path):
             with whole_file(path) as file:
@@ -174,8 +172,6 @@ def _open_for_rows(path: str, first_iteration: int) -> TextIO:
                     with open(path, "rb") as rows:
                         file.writelines(line for line in rows if _iteration_of(line) <= first_iteration)
         return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        raise Refusal(f"--log-jsonl {path} cannot be written: {reason(error)}") from None
 
 
 def _iteration_of(line: bytes) -> float:

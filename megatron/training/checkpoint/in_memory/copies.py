@@ -37,7 +37,7 @@ from megatron.training.checkpoint.in_memory.copy_file import (
 from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.save_job import error_line
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refusing, together
 from megatron.training.settings.config import CheckpointConfig, Config
 
 MEMORY = Path("/dev/shm")
@@ -237,12 +237,10 @@ def _id(save: str, run: str) -> str:
     path = Path(save) / COPIES
     if known := run_of_copies(save):
         return known
-    try:
+    with refusing(f"--save {save} cannot be written to", OSError):
         partial = path.with_name(f".{path.name}{PARTIAL}")
         partial.write_text(run)
         partial.rename(path)
-    except OSError as error:
-        raise Refusal(f"--save {save} cannot be written to: {error.strerror}") from None
     return run
 
 

@@ -41,7 +41,7 @@ from megatron.training.checkpoint.megatron_lm.places import (
 )
 from megatron.training.checkpoint.megatron_lm.torch_saved import Window
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal, reason, short
+from megatron.training.refusal import Refusal, reason, refusing, short
 from megatron.training.settings.config import AttentionConfig, ModelConfig
 from megatron.training.untrusted.largest_numbers import LARGEST, MOST, most
 from megatron.training.untrusted.links import file_in
@@ -203,10 +203,8 @@ class Checked:
         if name not in self.files:
             why = f"it is not in {CHECKSUMS}" if os.path.exists(self.path / name) else "no such file"
             raise Refusal(f"{self.path / name}: {why}")
-        try:
+        with refusing(f"{self.path / name}", OSError):
             return file_in(self.path, name)
-        except OSError as error:
-            raise Refusal(f"{self.path / name}: {reason(error)}") from None
 
     def common(self) -> dict[str, Any]:
         """The state apart from tensors, which is the same on all ranks. Raises Refusal if it cannot be read."""

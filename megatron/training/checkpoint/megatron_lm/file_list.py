@@ -9,7 +9,6 @@ megatron-core's own list is ``integrity.json``, with the SHA-256 of each file. F
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.training.data.sources.contents import digest_of
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.untrusted.links import file_in
 
@@ -144,16 +144,6 @@ def check_integrity(path: Path, names: Iterable[str], share: int = 0, shares: in
     for name in sorted(names)[share::shares]:
         if name not in sums:
             raise Damaged(f"{where} does not name {name}; {how_to_list(path)}")
-        if sha256_of(file_in(path, name)) != sums[name]:
+        if digest_of(str(file_in(path, name))) != sums[name]:
             raise Damaged(f"{path / name} is not what was written (its SHA-256 differs); {how_to_list(path)}")
     return True
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits. Raises OSError."""
-    total, block = hashlib.sha256(), bytearray(BLOCK)
-    view = memoryview(block)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            total.update(view[:count])
-    return total.hexdigest()

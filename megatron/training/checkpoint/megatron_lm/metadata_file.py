@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.training.checkpoint.megatron_lm.pickle_machine import BadPickle, Machine, Pair, Table
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import refusing
 
 LONGEST = 256 << 20  # bytes of a file; 50,000 parts take about ten million
 DIMENSIONS = 64
@@ -195,12 +195,10 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
         Refusal: it is damaged, or names something that does not belong to a checkpoint, or a file outside its folder.
     """
-    try:
+    with refusing(f"{path} cannot be read", OSError, ValueError):
         if path.stat().st_size > LONGEST:
             raise BadPickle(f"it has more than {LONGEST:,} bytes")
         metadata = Machine(path.read_bytes(), TABLE).load()
         if type(metadata) is not Metadata or "storage_data" not in vars(metadata):
             raise BadPickle("it is not a list of tensors")
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{path} cannot be read: {reason(error)}") from None
     return metadata

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.json_file import parse_json, read_bytes
-from megatron.training.refusal import Refusal, one_line, permitted, reason
+from megatron.training.refusal import Refusal, one_line, permitted, refusing
 from megatron.training.untrusted.links import file_in
 
 COMMON, METADATA = "common.pt", ".metadata"
@@ -235,10 +235,8 @@ def files_of_state(path: Path) -> tuple[str, ...]:
 
 def common_state(path: Path) -> Any:
     """What was stored, unpickled safely. Raises Refusal if it cannot be read."""
-    try:
+    with refusing(f"{path / COMMON} cannot be read", OSError):
         name, offset, length = place_of_state(path)
-    except OSError as error:
-        raise Refusal(f"{path / COMMON} cannot be read: {reason(error)}") from None
     if name == COMMON:
         return unpickle.read(path / COMMON)
     with unpickle.parts_of(path / name) as read_part:

@@ -4,6 +4,10 @@
 A file is a zip archive with a pickle and a record of bytes for each storage. A file from PyTorch before 1.6 is several
 pickles followed by the bytes. Each tensor must lie within the bytes that the file really has, so reading a file never
 takes more memory than its size. Compressed archives, which PyTorch never writes, are refused.
+
+``torch.load(weights_only=True)`` of PyTorch 2.6 and later does not keep this promise: a kilobyte that calls
+``bytearray(2**33)`` takes 8 GB, with ``mmap`` too, and a megabyte of a compressed archive 1 GB. It reads no pickle of
+protocol 4, which ``.metadata`` is, and none with a class that is not installed.
 """
 
 from __future__ import annotations

@@ -29,8 +29,10 @@ from megatron.training.checkpoint.megatron_lm.metadata_file import DTYPES, whole
 from megatron.training.checkpoint.megatron_lm.metadata_file import read_metadata as read_metadata
 from megatron.training.checkpoint.megatron_lm.pickle_machine import SCALARS, BadPickle, Machine, Pair, Table
 from megatron.training.checkpoint.megatron_lm.pickle_machine import Unread as Unread
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import Refusal, reason, refusing
 from megatron.training.untrusted.links import file_in
+
+FAILURES = (OSError, ValueError, TypeError, RuntimeError, MemoryError)  # of a file that is damaged or hostile
 
 
 def read(path: Path, *, mmap: bool = False) -> Any:
@@ -42,7 +44,8 @@ def read(path: Path, *, mmap: bool = False) -> Any:
     Raises:
         Refusal: it cannot be read, or not safely.
     """
-    return _or_refuse(path, lambda: torch_saved.load(_file(path, mmap), PLAIN))
+    with refusing(f"{path} cannot be read", *FAILURES):
+        return torch_saved.load(_file(path, mmap), PLAIN)
 
 
 def read_bytes(data: Any, where: object, *, complete: bool = False) -> Any:
@@ -53,13 +56,15 @@ def read_bytes(data: Any, where: object, *, complete: bool = False) -> Any:
         where: names it in messages.
         complete: refuse objects that would become an :class:`Unread`.
     """
-    return _or_refuse(where, lambda: torch_saved.load(data, WHOLE if complete else PLAIN))
+    with refusing(f"{where} cannot be read", *FAILURES):
+        return torch_saved.load(data, WHOLE if complete else PLAIN)
 
 
 def check_engine_state(data: bytes, where: object) -> None:
     """Raise Refusal if unpickling ``data`` could do more than create the state of a layer."""
     if data:
-        _or_refuse(where, lambda: Machine(data, ENGINE).load())
+        with refusing(f"{where} cannot be read", *FAILURES):
+            Machine(data, ENGINE).load()
 
 
 def check_plain(data: bytes, where: object) -> None:
@@ -112,13 +117,6 @@ def _open_file(path: str, flags: int) -> int:
         os.close(number)
         raise ValueError("it is not a regular file")
     return number
-
-
-def _or_refuse(where: object, act: Callable[[], Any]) -> Any:
-    try:
-        return act()
-    except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-        raise Refusal(f"{where} cannot be read: {reason(error)}") from None
 
 
 # Plain classes that checkpoints hold.

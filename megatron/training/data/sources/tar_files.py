@@ -3,7 +3,8 @@
 
 A sample becomes a row: the text of ``0001.txt`` is under ``txt`` and ``text``, the fields of the object in
 ``0001.json`` are fields of the row, and ``__key__`` is ``0001``. Other files are skipped. Headers are parsed here, in
-bounded memory; nothing is written to disk, so that paths in an archive lead nowhere.
+bounded memory; nothing is written to disk, so that paths in an archive lead nowhere. (Python's tarfile takes a damaged
+header for the end of a stream, without a word, and reads long names whole.)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megatron.training.data.index_files import HEADER, MAGIC, TOKEN_TYPES, DataF
 from megatron.training.data.sources.contents import digest_of
 from megatron.training.json_file import read_json
 from megatron.training.ownership.atomic import atomic_files
-from megatron.training.refusal import Refusal, reason
+from megatron.training.refusal import Refusal, refusing
 
 CODES = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}
 COPIED = 1 << 23  # bytes that are copied at a time
@@ -140,10 +140,8 @@ def verify(prefix: str) -> list[str]:
 
 
 def _check_size(path: str, expected: int) -> None:
-    try:
+    with refusing(path, OSError):
         actual = os.path.getsize(path)
-    except OSError as error:
-        raise Refusal(f"{path}: {reason(error)}") from None
     if actual != expected:
         raise Refusal(f"{path} has {actual:,} bytes, and its manifest says {expected:,}: make this file again")
 
@@ -219,12 +217,10 @@ def merge(
 
 
 def _content(path: str) -> Iterator[bytes]:
-    try:
+    with refusing(path, OSError):
         with open(path, "rb") as file:
             while part := file.read(COPIED):
                 yield part
-    except OSError as error:
-        raise Refusal(f"{path}: {reason(error)}") from None
 
 
 def write_documents(prefix: str, chosen: dict[str, np.ndarray], overwrite: bool) -> list[dict[str, Any]]:
