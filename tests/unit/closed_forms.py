@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.decisions.division import goes_by_keys, head_plan
-from megatron.decisions.ring_work import key_blocks_by_queries, ring_blocks
 from megatron.formulas.flops import passes_of
 from megatron.formulas.host_bytes import forward_loads
 from megatron.formulas.kinds.state_figures import by_heads_bytes, exchange_bytes, halo_bytes, states_of
@@ -24,6 +23,7 @@ from megatron.formulas.parameters import (
     stage_parameters,
     whole_vectors,
 )
+from megatron.formulas.ring_work import key_blocks_by_queries, ring_blocks
 from megatron.formulas.sizes import WIDE, chunks_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.step_operations import LOSS_SUMS

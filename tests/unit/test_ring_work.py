@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The closed forms of a ring's work (megatron/decisions/ring_work.py) equal what its plans compute and send."""
+"""The closed forms of a ring's work (megatron/formulas/ring_work.py) equal what its plans compute and send."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.context_parallel.layout.grid import Axis, Grid
 from megatron.context_parallel.layout.masks import Causal, Full
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
-from megatron.decisions.ring_work import block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from megatron.formulas.host_bytes import forward_loads
+from megatron.formulas.ring_work import block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from tests.unit.closed_forms import busiest_share
 
 

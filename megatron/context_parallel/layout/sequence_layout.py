@@ -92,7 +92,7 @@ class SequenceLayout:
         """Positions that ring rank ``ring`` (all its Ulysses ranks) holds, in the order after the all-to-all.
 
         This method defines each balance. decisions/division.py has the unit of lengths that a balance needs, and
-        decisions/ring_work.py its work.
+        formulas/ring_work.py its work.
         """
         size = self.grid.ring.size
         if self.balance == "contiguous" or size == 1:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from megatron.decisions.division import goes_by_keys, head_plan
-from megatron.decisions.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from megatron.formulas.host_bytes import forward_loads, waiting_chunks
 from megatron.formulas.kinds import mixer_of
+from megatron.formulas.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
 from megatron.formulas.sizes import heads_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.operations import BF16, FP32, MANY_TILES, Segment, collective, gemm, memory, tile
