@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.decisions.kernel_order import KERNELS
 from megatron.decisions.state_exchange import LINEAR_KERNELS
-from megatron.training.settings.flag import AT_LEAST_1, FUNCTION, NOT_NEGATIVE, flag, layer_pattern
+from megatron.training.settings.flag import NOT_NEGATIVE, count, flag, function, layer_pattern
 from megatron.training.settings.kinds.hybrid_kind import STATES
 
 
@@ -69,52 +69,40 @@ class AttentionConfig:
         stage=True,
         computes=False,
     )
-    attention_mask: str | None = flag(
+    attention_mask: str | None = function(
         None,
         "attention mask; default causal. document: causal, with --reset-attention-mask",
         choices=[*MASKS],
-        network=FUNCTION,
         generation=True,
     )
-    window_size: tuple[int, int] | None = flag(
+    window_size: tuple[int, int] | None = function(
         None,
         "LEFT,RIGHT: number of tokens before and after a query that it attends to; -1: no bound",
         type=window,
-        network=FUNCTION,
         generation=True,
     )
-    window_attn_skip_freq: int | list[int] | None = flag(
+    window_attn_skip_freq: int | list[int] | None = function(
         None,
         "layers without the window, whose mask is causal (full, if the window looks ahead): every N-th; or 1 for each "
         "layer with the window and 0 for the others, as in ([1]*5+[0])*4",
         type=layer_pattern,
-        network=FUNCTION,
         generation=True,
     )
-    window_global_tokens: int = flag(
-        0,
-        "first tokens of the sequence, which attend and are attended to outside the window too",
-        network=FUNCTION,
-        generation=True,
+    window_global_tokens: int = function(
+        0, "first tokens of the sequence, which attend and are attended to outside the window too", generation=True
     )
-    sparse_block_size: int = flag(128, "tokens of a block of --attention-mask block-sparse", network=FUNCTION)
-    sparse_pattern: str = flag(
+    sparse_block_size: int = function(128, "tokens of a block of --attention-mask block-sparse")
+    sparse_pattern: str = function(
         "longformer",
         "blocks to keep: longformer, bigbird, strided, or a JSON file with a list of key blocks for each query block",
-        network=FUNCTION,
     )
-    sparse_window_blocks: int = flag(3, "longformer, bigbird: blocks before and after a query's own", network=FUNCTION)
-    sparse_global_blocks: int = flag(
-        1, "longformer, bigbird: first blocks, to which all queries attend", network=FUNCTION
-    )
-    sparse_random_blocks: int = flag(3, "bigbird: blocks drawn for each query block", network=FUNCTION)
-    sparse_stride: int = flag(
-        8, "strided: stride S; a query attends to the last S blocks and to every S-th block", network=FUNCTION
-    )
-    mask_function: str | None = flag(
+    sparse_window_blocks: int = function(3, "longformer, bigbird: blocks before and after a query's own")
+    sparse_global_blocks: int = function(1, "longformer, bigbird: first blocks, to which all queries attend")
+    sparse_random_blocks: int = function(3, "bigbird: blocks drawn for each query block")
+    sparse_stride: int = function(8, "strided: stride S; a query attends to the last S blocks and to every S-th block")
+    mask_function: str | None = function(
         None,
         "FILE.py:NAME, for --attention-mask function: (query positions, key positions) -> boolean, within causal",
-        network=FUNCTION,
         generation=True,
     )
     mask_cpu_threshold: int = flag(
@@ -130,8 +118,8 @@ class AttentionConfig:
     recompute_method: str | None = flag(
         None, "which layers --recompute-granularity full recomputes", choices=["uniform", "block"], stage=True
     )
-    recompute_num_layers: int | None = flag(
-        None, "layers per recomputed unit (uniform), or per stage (block)", range=AT_LEAST_1, stage=True
+    recompute_num_layers: int | None = count(
+        None, "layers per recomputed unit (uniform), or per stage (block)", stage=True
     )
     keep_attention: bool = flag(
         False,
@@ -158,29 +146,26 @@ class ChunkConfig:
         stage=True,
         generation="prompts are read through the ring at once, not in chunks",
     )
-    fpdt_chunk_size: int = flag(
+    fpdt_chunk_size: int = count(
         65536,
         "longest chunk, in tokens of the complete sequence",
         aliases=["--ds-sequence-parallel-fpdt-chunk-size"],
-        range=AT_LEAST_1,
         stage=True,
     )
     fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"], stage=True)
     fpdt_stream_hidden: bool = flag(
         False, "keep hidden states in host memory too: device memory does not grow with the sequence", stage=True
     )
-    ffn_chunks: int | None = flag(
+    ffn_chunks: int | None = count(
         None,
         "compute the MLP in this many chunks of tokens; default with --fpdt: twice as many as attention",
-        range=AT_LEAST_1,
         stage=True,
         generation="prompts are read at once, not in chunks",
     )
-    loss_chunks: int | None = flag(
+    loss_chunks: int | None = count(
         None,
         "compute output layer and loss in this many chunks of tokens, which saves the complete logits; default with "
         "--fpdt: 2 x vocabulary / hidden size, and logits no larger than an MLP chunk",
-        range=AT_LEAST_1,
         stage=True,
     )
     offload_checkpoints: bool = flag(

@@ -85,6 +85,7 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
+count = partial(flag, range=AT_LEAST_1)  # of iterations, layers and the like
 # By their roles in the network; a size is one of weights that megatron-core gets.
 function, weights = partial(flag, network=FUNCTION), partial(flag, network=WEIGHTS)
 size = partial(weights, range=AT_LEAST_1, core=True)

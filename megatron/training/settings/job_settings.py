@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, flag
+from megatron.training.settings.flag import ABOVE_ZERO, NOT_NEGATIVE, count, flag
 from megatron.training.settings.read_with import (
     COPIES,
     LOAD,
@@ -24,19 +24,14 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = flag(None, "folder to save checkpoints in")
-    save_interval: int | None = flag(
-        None, "iterations between checkpoints", aliases=["--persistent-save-interval"], range=AT_LEAST_1
+    save_interval: int | None = count(None, "iterations between checkpoints", aliases=["--persistent-save-interval"])
+    save_retain_interval: int | None = count(
+        None, "keep older checkpoints only at multiples of this", needs=("save", "save_interval")
     )
-    save_retain_interval: int | None = flag(
-        None, "keep older checkpoints only at multiples of this", range=AT_LEAST_1, needs=("save", "save_interval")
-    )
-    keep_last_checkpoints: int | None = flag(
-        None, "keep only this many of the newest checkpoints", range=AT_LEAST_1, needs=("save",)
-    )
-    keep_best_checkpoints: int | None = flag(
+    keep_last_checkpoints: int | None = count(None, "keep only this many of the newest checkpoints", needs=("save",))
+    keep_best_checkpoints: int | None = count(
         None,
         "also keep this many checkpoints with the lowest validation loss",
-        range=AT_LEAST_1,
         needs=("save", "save_interval", "eval_interval"),
     )
     async_save: bool = flag(
@@ -68,8 +63,8 @@ class CheckpointConfig:
     save_rng: bool = flag(True, "leave the random state out of checkpoints", flags=["--no-save-rng"], read_with=SAVE)
     load_optim: bool = flag(True, "do not load the optimizer", flags=["--no-load-optim"], read_with=LOAD)
     load_rng: bool = flag(True, "do not load the random state", flags=["--no-load-rng"], read_with=LOAD)
-    non_persistent_save_interval: int | None = flag(
-        None, "iterations between copies of the training state in the memory of the hosts", range=AT_LEAST_1
+    non_persistent_save_interval: int | None = count(
+        None, "iterations between copies of the training state in the memory of the hosts"
     )
     non_persistent_ckpt_type: str | None = flag(
         None,
@@ -87,17 +82,13 @@ class CheckpointConfig:
         read_with=COPIES,
     )
     replication: bool = flag(False, "keep each rank's copy on another node as well", read_with=COPIES)
-    replication_jump: int | None = flag(
+    replication_jump: int | None = count(
         None,
         "copies of rank n also go to ranks n + J, n + 2J, ...; default: the number of ranks of a node",
         read_with=REPLICATION,
-        range=AT_LEAST_1,
     )
-    replication_factor: int = flag(
-        2,
-        "--replication: number of nodes that hold a copy, including its own node",
-        read_with=REPLICATION,
-        range=AT_LEAST_1,
+    replication_factor: int = count(
+        2, "--replication: number of nodes that hold a copy, including its own node", read_with=REPLICATION
     )
     ckpt_format: str = flag(
         "torch_dist",
@@ -110,19 +101,15 @@ class CheckpointConfig:
 class LoggingConfig:
     """Console, JSON, TensorBoard and Weights & Biases."""
 
-    log_interval: int = flag(100, "iterations between console lines", range=AT_LEAST_1)
+    log_interval: int = count(100, "iterations between console lines")
     log_jsonl: str | None = flag(None, "file that gets one JSON object per step")
     log_throughput: bool = flag(False, "TFLOP/s and MFU on the console line")
     log_params_norm: bool = flag(False, "norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "count zeros in the gradients")
     log_progress: bool = flag(False, "append progress to progress.txt in --save")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard")
-    tensorboard_log_interval: int = flag(
-        1, "iterations between TensorBoard points", read_with=TENSORBOARD, range=AT_LEAST_1
-    )
-    tensorboard_queue_size: int = flag(
-        1000, "TensorBoard events held in memory", read_with=TENSORBOARD, range=AT_LEAST_1
-    )
+    tensorboard_log_interval: int = count(1, "iterations between TensorBoard points", read_with=TENSORBOARD)
+    tensorboard_queue_size: int = count(1000, "TensorBoard events held in memory", read_with=TENSORBOARD)
     wandb_project: str | None = flag(None, "Weights & Biases project", aliases=["--wandb-project-name"])
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name", aliases=["--wandb-name"], read_with=WANDB)
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", read_with=WANDB)
@@ -135,7 +122,7 @@ class LoggingConfig:
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
     profile: bool = flag(False, "record some steps: ranges for nsys, or traces with --use-pytorch-profiler")
     profile_step_start: int = flag(10, "--profile begins after this iteration", read_with=PROFILE, range=NOT_NEGATIVE)
-    profile_step_end: int = flag(12, "--profile ends after this iteration", read_with=PROFILE, range=AT_LEAST_1)
+    profile_step_end: int = count(12, "--profile ends after this iteration", read_with=PROFILE)
     profile_ranks: list[int] = flag(
         [0], "ranks that --profile records", nargs="+", read_with=PROFILE, range=NOT_NEGATIVE
     )
@@ -159,9 +146,7 @@ class LoggingConfig:
     profile_memory: str | None = flag(
         None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture"
     )
-    profile_memory_step: int | None = flag(
-        None, "which step of this run --profile-memory records; default 2", range=AT_LEAST_1
-    )
+    profile_memory_step: int | None = count(None, "which step of this run --profile-memory records; default 2")
 
 
 @dataclass
@@ -178,18 +163,16 @@ class RunConfig:
         aliases=["--npu-deterministic"],
         computes=True,
     )
-    train_iters: int | None = flag(None, "iterations to train", range=AT_LEAST_1)
-    train_samples: int | None = flag(None, "samples to train, in place of --train-iters", range=AT_LEAST_1)
-    train_tokens: int | None = flag(
-        None,
-        "tokens to train; with --train-iters or --train-samples, the run ends at whichever comes first",
-        range=AT_LEAST_1,
+    train_iters: int | None = count(None, "iterations to train")
+    train_samples: int | None = count(None, "samples to train, in place of --train-iters")
+    train_tokens: int | None = count(
+        None, "tokens to train; with --train-iters or --train-samples, the run ends at whichever comes first"
     )
-    eval_interval: int | None = flag(None, "iterations between evaluations", range=AT_LEAST_1)
+    eval_interval: int | None = count(None, "iterations between evaluations")
     eval_iters: int = flag(100, "iterations of an evaluation")
     skip_train: bool = flag(False, "evaluate only")
-    exit_interval: int | None = flag(None, "stop at the next iteration that is a multiple of this", range=AT_LEAST_1)
-    exit_duration_in_mins: int | None = flag(None, "save and stop after this many minutes", range=AT_LEAST_1)
+    exit_interval: int | None = count(None, "stop at the next iteration that is a multiple of this")
+    exit_duration_in_mins: int | None = count(None, "save and stop after this many minutes")
     exit_signal_handler: bool = flag(True, "save and stop on SIGTERM or SIGUSR1; always on here")
     manual_gc: bool = flag(False, "run Python's garbage collection at fixed steps only")
     manual_gc_interval: int = flag(
@@ -245,8 +228,8 @@ class FaultConfig:
     spike_factor: float = flag(
         10.0, "a spike is above this many times the median of the last 100 good steps", read_with=SPIKES
     )
-    check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, "iterations between comparisons of the weights that several ranks hold", range=AT_LEAST_1
+    check_weight_hash_across_dp_replicas_interval: int | None = count(
+        None, "iterations between comparisons of the weights that several ranks hold"
     )
     log_straggler: bool = flag(
         False,
@@ -265,18 +248,15 @@ class EvaluationConfig:
     """Tasks of tools/evaluate.py, and of training at each --eval-interval."""
 
     eval_tasks: list[str] | None = flag(None, f"tasks: {', '.join(TASKS)}", nargs="+")
-    eval_lengths: list[int] | None = flag(
+    eval_lengths: list[int] | None = count(
         None,
         "needle and ruler-*: lengths of the samples in tokens; default: --seq-length, a half, a quarter and an eighth "
         "of it, without lengths below 512 or too short for the task",
         nargs="+",
-        range=AT_LEAST_1,
     )
-    eval_depths: int = flag(
-        11, "needle: number of depths in the haystack, evenly from its start to its end", range=AT_LEAST_1
-    )
-    eval_samples: int = flag(
-        4, "needle: samples per length and depth; ruler-*: samples per length, times --eval-depths", range=AT_LEAST_1
+    eval_depths: int = count(11, "needle: number of depths in the haystack, evenly from its start to its end")
+    eval_samples: int = count(
+        4, "needle: samples per length and depth; ruler-*: samples per length, times --eval-depths"
     )
     eval_haystack: str | None = flag(
         None, "needle and ruler-*: text file to hide facts in; default: twelve plain sentences, in random order"
@@ -284,8 +264,8 @@ class EvaluationConfig:
     eval_files: list[str] | None = flag(
         None, "perplexity: text files; scores: chats or pairs of answers, as for --sft and --dpo", nargs="+"
     )
-    eval_stride: int | None = flag(
-        None, "perplexity: tokens from one window to the next; default --seq-length, no overlap", range=AT_LEAST_1
+    eval_stride: int | None = count(
+        None, "perplexity: tokens from one window to the next; default --seq-length, no overlap"
     )
     eval_output: str | None = flag(
         None, "folder for evaluation.json and pictures; default of tools/evaluate.py: out/evaluation"

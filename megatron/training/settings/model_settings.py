@@ -15,6 +15,7 @@ from megatron.training.settings.flag import (
     NEVER,
     NOT_NEGATIVE,
     NOT_TINY,
+    count,
     flag,
     function,
     layer_pattern,
@@ -65,7 +66,7 @@ class NetworkSettings:
     )
     num_query_groups: int = size(1, "key/value heads under --group-query-attention", loaded=ALWAYS)
     kv_channels: int | None = size(None, "size of a head; default hidden_size / num_attention_heads")
-    max_position_embeddings: int | None = flag(None, "longest sequence the model is made for", range=AT_LEAST_1)
+    max_position_embeddings: int | None = count(None, "longest sequence the model is made for")
     position_embedding_type: str = function(
         "learned_absolute",
         "how the model gets the positions of tokens",
@@ -222,8 +223,8 @@ class NetworkSettings:
         "Qwen3-Next",
         choices=[kind.condition.value for kind in KINDS if kind.condition.value],
     )
-    lora_rank: int | None = flag(
-        None, "train only adapters of this rank on the linear layers (LoRA)", range=AT_LEAST_1, network=ADAPTERS
+    lora_rank: int | None = count(
+        None, "train only adapters of this rank on the linear layers (LoRA)", network=ADAPTERS
     )
     lora_alpha: float = flag(
         32.0,
@@ -245,25 +246,21 @@ class NetworkSettings:
         "have a margin",
         computes=True,
     )
-    make_vocab_size_divisible_by: int = flag(
+    make_vocab_size_divisible_by: int = count(
         128,
         "pad the vocabulary to a multiple of this times TP",
         read_with=WITHOUT_PADDED_SIZE,
-        range=AT_LEAST_1,
         generation=True,
         computes=False,
     )
-    padded_vocab_size: int | None = flag(
+    padded_vocab_size: int | None = count(
         None,
         "rows of the embedding; replaces --make-vocab-size-divisible-by",
         aliases=["--pad-vocab-size-to"],
-        range=AT_LEAST_1,
         generation=True,
         computes=False,
     )
-    vocab_size: int | None = flag(
-        None, "vocabulary size; default the tokenizer's", range=AT_LEAST_1, loaded=NEVER, generation=True
-    )
+    vocab_size: int | None = count(None, "vocabulary size; default the tokenizer's", loaded=NEVER, generation=True)
     transformer_impl: str = flag(
         "auto",
         "layers from megatron-core (local) or Transformer Engine; auto: the latter on GPUs where it is installed",
@@ -282,7 +279,7 @@ class NetworkSettings:
     fp8_recipe: str = flag(
         "delayed", "FP8 scaling recipe", choices=["tensorwise", "delayed", "mxfp8", "blockwise"], read_with=FP8
     )
-    fp8_amax_history_len: int = flag(1, "length of the FP8 amax history", read_with=FP8_DELAYED, range=AT_LEAST_1)
+    fp8_amax_history_len: int = count(1, "length of the FP8 amax history", read_with=FP8_DELAYED)
     fp8_amax_compute_algo: str = flag(
         "most_recent", "how FP8 reads the amax history", choices=["most_recent", "max"], read_with=FP8_DELAYED
     )

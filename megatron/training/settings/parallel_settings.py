@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.decisions.state_exchange import EXCHANGES
-from megatron.training.settings.flag import AT_LEAST_1, AT_MOST_A_YEAR, flag
+from megatron.training.settings.flag import AT_LEAST_1, AT_MOST_A_YEAR, count, flag
 from megatron.training.settings.kinds.expert_kind import EXPERTS
 from megatron.training.settings.kinds.hybrid_kind import STATES
 from megatron.training.settings.kinds.latent_kind import LATENT
@@ -94,24 +94,21 @@ class ParallelConfig:
         generation=True,
     )
     pipeline_model_parallel_size: int = ranks(1, "pipeline-parallel size (PP)", aliases=["--pipe-parallel-size"])
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
+    num_layers_per_virtual_pipeline_stage: int | None = count(
         None,
         "interleaved 1F1B: layers per virtual stage",
-        range=AT_LEAST_1,
         stage=True,
         generation="each rank has one pipeline stage, and stages work one after the other",
     )
-    num_virtual_stages_per_pipeline_rank: int | None = flag(
+    num_virtual_stages_per_pipeline_rank: int | None = count(
         None,
         "interleaved 1F1B: virtual stages per rank",
-        range=AT_LEAST_1,
         stage=True,
         generation="each rank has one pipeline stage, and stages work one after the other",
     )
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = count(
         None,
         "interleaved 1F1B: consecutive micro-batches on a virtual stage; default: the number of stages",
-        range=AT_LEAST_1,
         stage=True,
     )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline stage", stage=True)
@@ -149,8 +146,8 @@ class ParallelConfig:
     overlap_param_gather: bool = flag(
         False, "gather parameters during the forward pass (ZeRO 1)", stage=True, computes=True
     )
-    ddp_bucket_size: int | None = flag(
-        None, "gradient bucket, in parameters", read_with=WITHOUT_FSDP, range=AT_LEAST_1, stage=True, computes=True
+    ddp_bucket_size: int | None = count(
+        None, "gradient bucket, in parameters", read_with=WITHOUT_FSDP, stage=True, computes=True
     )
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bf16", computes=True)
     distributed_backend: str | None = flag(

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, BELOW_1, FUNCTION, NOT_NEGATIVE, flag
+from megatron.training.settings.flag import (
+    ABOVE_ZERO,
+    BELOW_1,
+    NOT_NEGATIVE,
+    count,
+    flag,
+    function,
+)
 from megatron.training.settings.read_with import (
     BPE,
     DECAY,
@@ -49,9 +56,9 @@ class OptimizerSettings:
     lr_decay_style: str = flag(
         "linear", "schedule", choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     )
-    lr_decay_iters: int | None = flag(None, "iterations to decay over; default --train-iters", range=AT_LEAST_1)
-    lr_decay_samples: int | None = flag(None, "samples to decay over; default --train-samples", range=AT_LEAST_1)
-    lr_decay_tokens: int | None = flag(None, "tokens to decay over; default --train-tokens", range=AT_LEAST_1)
+    lr_decay_iters: int | None = count(None, "iterations to decay over; default --train-iters")
+    lr_decay_samples: int | None = count(None, "samples to decay over; default --train-samples")
+    lr_decay_tokens: int | None = count(None, "tokens to decay over; default --train-tokens")
     lr_warmup_fraction: float | None = flag(
         None, "warm-up, as a share of the decay", aliases=["--warmup"], range=BELOW_1
     )
@@ -62,8 +69,8 @@ class OptimizerSettings:
     lr_wsd_decay_style: str = flag(
         "exponential", "last phase of WSD", choices=["exponential", "linear", "cosine", "minus_sqrt"], read_with=WSD
     )
-    lr_wsd_decay_iters: int | None = flag(None, "iterations of the last phase of WSD", read_with=WSD, range=AT_LEAST_1)
-    lr_wsd_decay_samples: int | None = flag(None, "samples of the last phase of WSD", read_with=WSD, range=AT_LEAST_1)
+    lr_wsd_decay_iters: int | None = count(None, "iterations of the last phase of WSD", read_with=WSD)
+    lr_wsd_decay_samples: int | None = count(None, "samples of the last phase of WSD", read_with=WSD)
     decoupled_lr: float | None = flag(
         None, "learning rate of the embedding and the output layer", range=ABOVE_ZERO, core=True
     )
@@ -114,7 +121,7 @@ class OptimizerSettings:
         choices=["simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"],
         read_with=MUON,
     )
-    muon_num_ns_steps: int = flag(5, "Muon: Newton-Schulz steps", read_with=MUON, range=AT_LEAST_1)
+    muon_num_ns_steps: int = count(5, "Muon: Newton-Schulz steps", read_with=MUON)
     muon_fp32_matmul_prec: str | None = flag(
         None,
         "Muon: precision of Newton-Schulz; default medium (bf16) with --bf16 or --fp16, else highest",
@@ -147,9 +154,7 @@ class OptimizerSettings:
     loss_scale_window: float = flag(
         1000, "good steps before the loss scale grows", read_with=DYNAMIC_LOSS_SCALE, range=ABOVE_ZERO, core=True
     )
-    hysteresis: int = flag(
-        2, "overflows before the loss scale shrinks", read_with=DYNAMIC_LOSS_SCALE, range=AT_LEAST_1, core=True
-    )
+    hysteresis: int = count(2, "overflows before the loss scale shrinks", read_with=DYNAMIC_LOSS_SCALE, core=True)
     check_for_nan_in_loss_and_grad: bool = flag(
         True,
         "continue when the loss or a gradient is NaN",
@@ -165,20 +170,17 @@ END_OF_TEXT = "<|endoftext|>"
 class DataConfig:
     """Data, tokenizer and batches."""
 
-    micro_batch_size: int | None = flag(
+    micro_batch_size: int | None = count(
         None,
         "samples per micro-batch on each data-parallel rank",
         aliases=["--batch-size"],
-        range=AT_LEAST_1,
         stage=True,
         generation=True,
     )
-    gradient_accumulation_steps: int | None = flag(
-        None, "micro-batches per step, instead of --global-batch-size", aliases=["--gas"], range=AT_LEAST_1, stage=True
+    gradient_accumulation_steps: int | None = count(
+        None, "micro-batches per step, instead of --global-batch-size", aliases=["--gas"], stage=True
     )
-    global_batch_size: int | None = flag(
-        None, "samples per optimizer step; default micro-batch x DP", range=AT_LEAST_1, stage=True
-    )
+    global_batch_size: int | None = count(None, "samples per optimizer step; default micro-batch x DP", stage=True)
     rampup_batch_size: list[int] | None = flag(
         None, "grow the batch: start size, increment, samples to grow over", nargs=3, range=NOT_NEGATIVE
     )
@@ -187,16 +189,15 @@ class DataConfig:
         'global batch sizes by consumed tokens, instead of --global-batch-size: "0:768 250B:1536 500B:3072"',
         nargs="+",
     )
-    rampup_seq_length: list[int] | None = flag(
+    rampup_seq_length: list[int] | None = count(
         None,
         "grow the part of each sample that the loss counts: start length, increment, iterations to grow over",
         nargs=3,
-        range=AT_LEAST_1,
     )
     seq_length_schedule: str | None = flag(
         None, 'stages of several lengths, by finished iterations: "0:8K 1000:64K"; flags may follow a length'
     )
-    seq_length: int | None = flag(None, "tokens per sample", aliases=["--encoder-seq-length"], range=AT_LEAST_1)
+    seq_length: int | None = count(None, "tokens per sample", aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", nargs="*")
     train_data_path: list[str] | None = flag(None, "training data, instead of --data-path", nargs="*")
     valid_data_path: list[str] | None = flag(None, "validation data, instead of --data-path", nargs="*")
@@ -230,18 +231,14 @@ class DataConfig:
     )
     mock_data: bool = flag(False, "random tokens instead of a dataset")
     num_workers: int = flag(2, "data-loader processes per rank", range=NOT_NEGATIVE, stage=True)
-    num_dataset_builder_threads: int = flag(
-        1, "threads that build the datasets of a blend", read_with=(REAL_DATA, WITHOUT_SFT), range=AT_LEAST_1
+    num_dataset_builder_threads: int = count(
+        1, "threads that build the datasets of a blend", read_with=(REAL_DATA, WITHOUT_SFT)
     )
     dataloader_type: str = flag(
         "single", "single: in order; cyclic: reshuffled each epoch", choices=["single", "cyclic"]
     )
-    reset_position_ids: bool = flag(
-        False, "positions restart after each end-of-document token", network=FUNCTION, computes=True
-    )
-    reset_attention_mask: bool = flag(
-        False, "no attention across end-of-document tokens", network=FUNCTION, computes=True
-    )
+    reset_position_ids: bool = function(False, "positions restart after each end-of-document token", computes=True)
+    reset_attention_mask: bool = function(False, "no attention across end-of-document tokens", computes=True)
     eod_mask_loss: bool = flag(False, "no loss on end-of-document tokens", computes=True)
     packing: str = flag(
         "greedy",
