@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
@@ -38,8 +39,9 @@ from megatron.context_parallel.huggingface.linear_layers import (
     has_state,
     layers_with_state,
 )
+from megatron.context_parallel.huggingface.packed_rows import PackedRows
 from megatron.context_parallel.huggingface.probe import refuse_mixing, scores_sequences
-from megatron.context_parallel.huggingface.rank_batch import Part, cut, only_within_documents
+from megatron.context_parallel.huggingface.rank_batch import IGNORED, Part, cut, only_within_documents
 from megatron.context_parallel.huggingface.transformers_attention import NAME, Shared, masks_by, register
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import Balance, SequenceLayout
@@ -139,6 +141,7 @@ class ContextParallel:
             all other batches.
         grid: of the layout.
         kernel, fpdt: see :func:`parallelize`.
+        shares: what the last batch saved whose rows share their beginnings; empty if there was none.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class ContextParallel:
         self._batches = 0
         self._part: Part | None = None  # during a forward pass
         self._active = True
+        self.shares = ""
         self._undo: list[Callable[[], Any]] = []
 
     @property
@@ -185,6 +189,7 @@ class ContextParallel:
         temperature: float = 1.0,
         entropy: bool = False,
         gather: bool = True,
+        shared: bool = False,
         model: nn.Module | None = None,
     ) -> TokenScores:
         """Log-probabilities [b, s] of each sample's tokens: entry i is that of token i + 1. Differentiable.
@@ -197,16 +202,35 @@ class ContextParallel:
             temperature: logits are divided by it, after the model's own soft-cap or scale.
             entropy: compute the entropies of the distributions of the same tokens, too.
             gather: every rank gets all tokens, in order; else its own [b, s_local], and :meth:`total` sums a loss.
+            shared: compute once what rows share at their beginning, as answers to one prompt do. The rows have any
+                length, with padding by ``attention_mask`` on any side. :attr:`shares` says what it saves.
             model: the wrapper (DDP and so on) around the model, whose hooks should run.
         """
+        scoring, run = {"temperature": temperature, "entropy": entropy}, self.model if model is None else model
+        if shared:
+            if not gather:
+                raise ValueError(
+                    "shared=True gives whole rows, because ranks have parts of their tree: leave gather out"
+                )
+            return self._of_shared_rows(dict(batch), scoring, run)
         own = self.shard(only_within_documents(batch))
         part = own[PART]
-        own[PART] = replace(part, scoring={"temperature": temperature, "entropy": entropy})
-        scores = (self.model if model is None else model)(**own)
+        own[PART] = replace(part, scoring=scoring)
+        scores = run(**own)
         if not gather:
             return scores
         complete = part.layout.gather(torch.stack([x for x in scores if x is not None]), dim=2)
         return TokenScores(*complete)
+
+    def _of_shared_rows(self, batch: dict[str, Any], scoring: dict[str, Any], run: nn.Module) -> TokenScores:
+        labels = batch.pop("labels", None)
+        targets = F.pad(batch["input_ids"] if labels is None else labels, (0, 1), value=IGNORED)[:, 1:]
+        rows = PackedRows.of(self, batch, shared=True)
+        part, self._batches = replace(rows.part, scoring=scoring, number=self._batches), self._batches + 1
+        scores = run(**rows.cut(shift_labels=(rows.same_sample(targets), IGNORED)), **{PART: part})
+        wanted = torch.zeros_like(targets).flatten().index_copy(0, rows.places, (~rows.last).to(targets.dtype))
+        wanted = wanted.view_as(targets) * targets.ne(IGNORED)
+        return TokenScores(*(None if x is None else rows.unpacked(x) * wanted for x in scores))
 
     def total(self, local: Tensor) -> Tensor:
         """The sum of ``local`` over the ranks. Gradients *averaged* over ``grid.context`` are those of this sum."""

@@ -5,14 +5,14 @@ class LongDPO(TrlMixin, DPOTrainer): ...
 LongDPO(context=parallelize(model, grid, seq_length=S), model=model, args=args, train_dataset=data, ...).train()
 
 These trainers call their model with a whole batch and read log-probabilities, or the scores of sequences, from its
-output. So only the model's forward is replaced: it packs the batch without padding, each rank computes its part, and
-all get the whole result. Ranks of one context-parallel group read the same samples and draw the same random numbers.
+output. So only the model's forward is replaced: it packs the batch without padding, as a tree if samples share their
+prompt; each rank computes its part, and all get the whole result. Ranks of one context-parallel group read the same
+samples and draw the same random numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
 from types import MethodType
 from typing import Any
 
@@ -23,14 +23,12 @@ from torch.nn import functional as F
 from transformers import set_seed
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 
+from megatron.context_parallel.huggingface.packed_rows import PackedRows
 from megatron.context_parallel.huggingface.parallel import ContextParallel, parallelize
 from megatron.context_parallel.huggingface.probe import scores_sequences
-from megatron.context_parallel.huggingface.rank_batch import IGNORED, Part
+from megatron.context_parallel.huggingface.rank_batch import IGNORED
 from megatron.context_parallel.huggingface.trainer import ContextParallelMixin
-from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.decisions.division import length_unit
 
-KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "num_items_in_batch", "return_dict")
 REFUSED = {  # settings of TRL's configurations, and why they are not supported
     "use_vllm": "would give each rank other completions of the same prompts",
     "use_transformers_continuous_batching": "would give each rank other completions of the same prompts",
@@ -160,12 +158,12 @@ def over_ranks(context: ContextParallel, temperature: float = 1.0) -> None:
 def _token_scores(context: ContextParallel, temperature: float, labels: Tensor, **batch: Any) -> Scored:
     count = batch.pop("num_items_in_batch", None)
     targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    packed = Packed.of(context, batch)
+    packed = PackedRows.of(context, batch, shared=True)
     real = packed.same_sample(targets)
     part = replace(packed.part, scoring={"temperature": temperature, "entropy": True, "greedy": True})
     values = context.run(packed.cut(shift_labels=(real, IGNORED)), part)
-    log_probs, entropy, greedy = (packed.unpacked(x)[:, :-1] for x in values)
     mask = targets.ne(IGNORED)[:, :-1]
+    log_probs, entropy, greedy = (packed.unpacked(x)[:, :-1] * mask for x in values)
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if count is None else count)
     unknown = torch.full_like(log_probs, torch.nan).detach()  # only logged
     return Scored(loss, log_probs, entropy, unknown, greedy > 0, mask)
@@ -173,87 +171,9 @@ def _token_scores(context: ContextParallel, temperature: float, labels: Tensor, 
 
 def _sequence_scores(context: ContextParallel, _: float, **batch: Any) -> SequenceClassifierOutputWithPast:
     """The score at the last token of each sample that is not padding."""
-    packed = Packed.of(context, batch)
+    packed = PackedRows.of(context, batch, shared=True)
     every = packed.unpacked(context.run(packed.cut(), packed.part).logits)
     pad, tokens = context.model.config.get_text_config().pad_token_id, batch["input_ids"]
     places = torch.arange(tokens.size(1), device=tokens.device)
     last = (places * (tokens != pad)).argmax(1) if pad is not None else places[-1].expand(len(tokens))
     return SequenceClassifierOutputWithPast(logits=every[torch.arange(len(tokens), device=tokens.device), last])
-
-
-@dataclass
-class Packed:
-    """The tokens of a batch in one sequence, sample after sample and without padding, of which each rank has a part.
-
-    Attributes:
-        shape: [b, s] of the batch.
-        places: [n] of each packed token in the flattened batch.
-        tokens, positions: [n].
-        part: of this rank.
-        context: of the model.
-    """
-
-    shape: tuple[int, int]
-    places: Tensor
-    tokens: Tensor
-    positions: Tensor
-    part: Part
-    context: ContextParallel
-
-    @classmethod
-    def of(cls, context: ContextParallel, batch: dict[str, Any]) -> Packed:
-        """Pack a batch; where ``position_ids`` restart, a new document begins."""
-        for name, value in batch.items():
-            if name not in KNOWN and value is not None and value is not False:
-                raise ValueError(f"the trainer's {name} is not supported over ranks: use text, without router losses")
-        tokens, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        mask = torch.ones_like(tokens) if mask is None else mask
-        if mask.shape != tokens.shape:
-            raise ValueError(f"attention_mask {list(mask.shape)} is not that of {list(tokens.shape)} tokens")
-        if positions is None:
-            positions = mask.cumsum(1) - 1
-        positions = positions.expand_as(tokens)
-        places = mask.flatten().nonzero().squeeze(1)
-        chosen = positions.flatten()[places]
-        row = places // tokens.size(1)
-        begins = (chosen.diff() != 1) | (row.diff() != 0)
-        ends = [*(begins.nonzero().squeeze(1) + 1).tolist(), len(places)]
-        layout = _layout(context, len(places))
-        if layout.seq_length > len(places):
-            ends.append(layout.seq_length)  # the rest of the last ranks' parts
-        layout = layout.of_documents(tuple(ends))
-        part = Part(layout, (tuple(ends),), None, int(chosen.max()) + 1, 0)
-        return cls(tokens.shape, places, tokens.flatten()[places], chosen, part, context)
-
-    def same_sample(self, targets: Tensor) -> Tensor:
-        """[n]: targets [b, s] of the packed tokens; -100 where the next token is of another document."""
-        packed = targets.flatten()[self.places].clone()
-        ends = [end for end in self.part.ends[0] if end <= len(packed)]
-        packed[torch.tensor(ends, device=packed.device) - 1] = IGNORED
-        return packed
-
-    def cut(self, **others: tuple[Tensor, int]) -> dict[str, Tensor]:
-        """This rank's part of the tokens, of their positions, and of other values [n] with what fills their rest."""
-        values = {"input_ids": (self.tokens, 0), "position_ids": (self.positions, 0), **others}
-        length = self.part.layout.seq_length
-        return {
-            name: self.part.layout.shard(F.pad(x, (0, length - len(x)), value=rest)[None], dim=1)
-            for name, (x, rest) in values.items()
-            if x is not None
-        }
-
-    def unpacked(self, own: Tensor | None) -> Tensor:
-        """[b, s, ...] on every rank, from this rank's part [1, s_local, ...]; 0 at padding. Differentiable."""
-        complete = self.part.layout.gather(own, dim=1)[0, : len(self.places)]
-        rows = self.shape[0] * self.shape[1]
-        spread = complete.new_zeros((rows, *complete.shape[1:])).index_copy(0, self.places, complete)
-        return spread.unflatten(0, self.shape)
-
-
-def _layout(context: ContextParallel, length: int) -> SequenceLayout:
-    """The context's layout for the next length that its grid can split."""
-    grid, layout = context.grid, context.layout
-    unit = length_unit(grid.ulysses.size, grid.ring.size, layout.balance)
-    length = ceil(length / unit) * unit
-    chunks = 1 if context.fpdt is None else context.fpdt.chunks(length, grid)
-    return replace(layout, seq_length=length, chunks=chunks)
