@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.context_parallel.huggingface.fpdt_layers import Fpdt
 from megatron.context_parallel.huggingface.rank_batch import IGNORED, Part
 from megatron.context_parallel.layout.documents import restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.shared_rows import share
+from megatron.context_parallel.layout.shared_rows import Saving, share
 from megatron.context_parallel.layout.tree import Tree
 from megatron.decisions.division import length_unit
 
-if TYPE_CHECKING:
-    from megatron.context_parallel.huggingface.parallel import ContextParallel
-
 KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "num_items_in_batch", "return_dict")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +33,7 @@ class PackedRows:
         last: bool [m], whether its document ends with it.
         tokens, positions: [n], of the sequence.
         part: of this rank.
+        saving: what sharing saves; None if nothing is shared.
     """
 
     shape: tuple[int, int]
@@ -47,12 +43,14 @@ class PackedRows:
     tokens: Tensor
     positions: Tensor
     part: Part
+    saving: Saving | None
 
     @classmethod
-    def of(cls, context: ContextParallel, batch: dict[str, Any], shared: bool) -> PackedRows:
+    def of(cls, layout: SequenceLayout, fpdt: Fpdt | None, batch: dict[str, Any], shared: bool) -> PackedRows:
         """Pack a batch; where ``position_ids`` restart, a new document begins.
 
         Args:
+            layout, fpdt: of other batches; this one has the next length that the grid can split.
             shared: compute once what rows share at their beginning, if each row is one document.
         """
         for name, value in batch.items():
@@ -71,14 +69,15 @@ class PackedRows:
         new_row = row.diff() != 0
         begins = (chosen.diff() != 1) | new_row
         index, ends = torch.arange(len(places)), [*(begins.nonzero().squeeze(1) + 1).tolist(), len(places)]
+        saving = None
         if shared and len(ends) > 1 and bool((begins == new_row).all()):
             rows = share([one.numpy() for one in own.cpu().tensor_split(ends[:-1])])
             if len(rows.tokens) < len(places):
-                _say(context, str(rows.saving))
+                saving = rows.saving
                 index, ends = torch.cat([torch.from_numpy(one) for one in rows.places]), rows.tree
                 own, chosen = torch.from_numpy(rows.tokens), restart(torch.arange(len(rows.tokens)), rows.tree)
         last = F.pad(begins, (0, 1), value=True)
-        layout = _layout(context, len(own))
+        layout = _of_length(layout, fpdt, len(own))
         if layout.seq_length > len(own):  # the rest of the last ranks' parts
             more = (*ends, layout.seq_length)
             ends = Tree(more, (*ends.parents, -1)) if isinstance(ends, Tree) else more
@@ -86,7 +85,7 @@ class PackedRows:
         layout = layout.of_documents(ends)
         part = Part(layout, (ends,), None, int(chosen.max()) + 1, 0)
         index, own, chosen = (x.to(tokens.device) for x in (index, own, chosen))
-        return cls(tokens.shape, places, index, last, own, chosen, part)
+        return cls(tokens.shape, places, index, last, own, chosen, part, saving)
 
     def same_sample(self, targets: Tensor) -> Tensor:
         """[n]: targets [b, s] of the packed tokens; -100 where the next token is of another document."""
@@ -111,17 +110,8 @@ class PackedRows:
         return spread.unflatten(0, self.shape)
 
 
-def _say(context: ContextParallel, saving: str) -> None:
-    """Log what the first batch saves; each batch says it at level DEBUG."""
-    if context.grid.context.rank == 0:
-        log.log(logging.DEBUG if context.shares else logging.INFO, "rows that share their beginning: %s", saving)
-    context.shares = saving
-
-
-def _layout(context: ContextParallel, length: int) -> SequenceLayout:
-    """The context's layout for the next length that its grid can split."""
-    grid, layout = context.grid, context.layout
-    unit = length_unit(grid.ulysses.size, grid.ring.size, layout.balance)
+def _of_length(layout: SequenceLayout, fpdt: Fpdt | None, length: int) -> SequenceLayout:
+    """The layout for the next length that its grid can split."""
+    unit = length_unit(layout.grid.ulysses.size, layout.grid.ring.size, layout.balance)
     length = ceil(length / unit) * unit
-    chunks = 1 if context.fpdt is None else context.fpdt.chunks(length, grid)
-    return replace(layout, seq_length=length, chunks=chunks)
+    return replace(layout, seq_length=length, chunks=1 if fpdt is None else fpdt.chunks(length, layout.grid))

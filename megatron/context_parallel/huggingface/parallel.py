@@ -225,12 +225,21 @@ class ContextParallel:
     def _of_shared_rows(self, batch: dict[str, Any], scoring: dict[str, Any], run: nn.Module) -> TokenScores:
         labels = batch.pop("labels", None)
         targets = F.pad(batch["input_ids"] if labels is None else labels, (0, 1), value=IGNORED)[:, 1:]
-        rows = PackedRows.of(self, batch, shared=True)
+        rows = self.packed(batch)
         part, self._batches = replace(rows.part, scoring=scoring, number=self._batches), self._batches + 1
         scores = run(**rows.cut(shift_labels=(rows.same_sample(targets), IGNORED)), **{PART: part})
         wanted = torch.zeros_like(targets).flatten().index_copy(0, rows.places, (~rows.last).to(targets.dtype))
         wanted = wanted.view_as(targets) * targets.ne(IGNORED)
         return TokenScores(*(None if x is None else rows.unpacked(x) * wanted for x in scores))
+
+    def packed(self, batch: dict[str, Any]) -> PackedRows:
+        """The rows of a batch of any length in one sequence; what they share at their beginning is there once."""
+        rows = PackedRows.of(self.layout, self.fpdt, batch, shared=True)
+        if rows.saving is not None:
+            if self.grid.context.rank == 0:
+                log.log(logging.DEBUG if self.shares else logging.INFO, "rows share beginnings: %s", rows.saving)
+            self.shares = str(rows.saving)
+        return rows
 
     def total(self, local: Tensor) -> Tensor:
         """The sum of ``local`` over the ranks. Gradients *averaged* over ``grid.context`` are those of this sum."""

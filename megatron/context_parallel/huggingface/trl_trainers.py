@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from transformers import set_seed
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 
-from megatron.context_parallel.huggingface.packed_rows import PackedRows
 from megatron.context_parallel.huggingface.parallel import ContextParallel, parallelize
 from megatron.context_parallel.huggingface.probe import scores_sequences
 from megatron.context_parallel.huggingface.rank_batch import IGNORED
@@ -158,7 +157,7 @@ def over_ranks(context: ContextParallel, temperature: float = 1.0) -> None:
 def _token_scores(context: ContextParallel, temperature: float, labels: Tensor, **batch: Any) -> Scored:
     count = batch.pop("num_items_in_batch", None)
     targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-    packed = PackedRows.of(context, batch, shared=True)
+    packed = context.packed(batch)
     real = packed.same_sample(targets)
     part = replace(packed.part, scoring={"temperature": temperature, "entropy": True, "greedy": True})
     values = context.run(packed.cut(shift_labels=(real, IGNORED)), part)
@@ -171,7 +170,7 @@ def _token_scores(context: ContextParallel, temperature: float, labels: Tensor, 
 
 def _sequence_scores(context: ContextParallel, _: float, **batch: Any) -> SequenceClassifierOutputWithPast:
     """The score at the last token of each sample that is not padding."""
-    packed = PackedRows.of(context, batch, shared=True)
+    packed = context.packed(batch)
     every = packed.unpacked(context.run(packed.cut(), packed.part).logits)
     pad, tokens = context.model.config.get_text_config().pad_token_id, batch["input_ids"]
     places = torch.arange(tokens.size(1), device=tokens.device)
