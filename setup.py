@@ -63,7 +63,10 @@ setup(
         "megatron.simulator": ["py.typed"],
     },
     py_modules=["longcontext"],
-    entry_points={"console_scripts": ["longcontext = longcontext:main"]},
+    entry_points={
+        "console_scripts": ["longcontext = longcontext:main"],
+        "pytest11": ["certify = megatron.certifying.in_tests"],  # a fixture
+    },
     cmdclass={"build_py": WithPrograms},
     install_requires=[
         "torch>=2.6",

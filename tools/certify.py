@@ -46,13 +46,15 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
         run: see ``cp.certify``.
     """
     args = parser().parse_args(argv)
+    from megatron.certifying.of_file import sizes_of
+
     try:
         program, grids, notes = program_of(args)
-        grids = [sizes(text) for text in args.grid] or grids
+        grids = [sizes_of(text) for text in args.grid] or grids
         if not grids:
             raise Refusal("the command uses one process: give a grid to compare with it, --grid ulysses=2")
-    except Refusal as refusal:
-        print(f"error: {refusal.render()}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error.render() if isinstance(error, Refusal) else error}", file=sys.stderr)
         return EXIT_REFUSED
     import megatron.context_parallel as cp
     from megatron.certifying.processes_of_program import ProgramFailed
@@ -90,7 +92,7 @@ def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], lis
     if not words:
         raise Refusal("no program: give a training command, FILE.py:NAME or a config.json")
     if len(words) == 1 and re.search(r"\.py:\w+$", words[0]):
-        from megatron.certifying.programs.of_file import OfFile
+        from megatron.certifying.of_file import OfFile
 
         if not args.grid:
             raise Refusal(f"{words[0]}: give its grids, for example --grid ranks=2")
@@ -131,17 +133,6 @@ def training_command(words: list[str], processes: int) -> tuple[Any, list[dict[s
         command.flags, LLAMA_DEFAULTS if "llama" in Path(command.program).name else None, world, iteration=LARGEST
     )  # of a schedule of lengths, the last stage
     return TrainingProgram(tuple(small_flags(config))), grids_of(config, world, processes), left_out(config)
-
-
-def sizes(text: str) -> dict[str, int]:
-    """``ulysses=2,ring=2`` as sizes by name."""
-    result = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if not name.isidentifier() or not size.isdigit() or not 1 <= int(size) <= 64:
-            raise Refusal(f"--grid {text}", ": give sizes from 1 to 64 by name, for example ulysses=2,ring=2")
-        result[name] = int(size)
-    return result
 
 
 if __name__ == "__main__":

@@ -4,19 +4,28 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 import megatron.context_parallel as cp
 from benchmarks.certify import matrix
+from megatron import certifying
 from megatron.certifying.bisecting import bisect
 from megatron.certifying.comparing import compare
 from megatron.certifying.recording import GRADIENT, measure, record
 from tests.planted import ENDS, ERRORS, Planted, visible
 from tools import certify
 
+ROOT = Path(__file__).parents[2]
 RIGHT = {
     "contiguous": Planted(layout="contiguous"),
     "striped, 4 ranks": Planted(layout="striped"),
@@ -168,3 +177,36 @@ def test_a_function_of_a_file_in_new_processes(tmp_path: Path, capsys: pytest.Ca
         assert certify.main(words) == code
         assert message in "".join(capsys.readouterr())
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def step(ranks: int, scale: float = 1.0) -> tuple[nn.Module, Tensor]:
+    """A model on a part of a batch, whose gradients are summed."""
+    torch.manual_seed(1)
+    model, x = nn.Linear(4, 3), torch.randn(8, 4)
+    loss = scale * model(x.chunk(ranks)[dist.get_rank() % ranks]).square().sum()
+    loss.backward()
+    for each in (loss := loss.detach(), model.weight.grad, model.bias.grad):
+        dist.all_reduce(each)
+    return model, loss
+
+
+def twice(ranks: int) -> tuple[nn.Module, Tensor]:
+    return step(ranks, 2.0 if ranks > 1 else 1.0)
+
+
+def test_a_program_as_an_assertion(pool) -> None:
+    assert certifying.same_as_one_process(step, 2, run=pool.run).right
+    with pytest.raises(AssertionError, match=r"(?s)not the same as one.*gradient weight.*2 times the right one"):
+        certifying.same_as_one_process(twice, {"ranks": 2}, run=pool.run)
+    with pytest.raises(ValueError, match="put it at the top of its file"):
+        certifying.same_as_one_process(lambda ranks: None, 2)
+
+
+@pytest.mark.lab
+def test_the_action(tmp_path: Path) -> None:
+    """Its second step; the first one installs."""
+    script = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"][1]["run"]
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GRIDS": "ranks=2 ranks=4"}
+    for name, code in (("step", 0), ("twice", 1), ("nothing", 2)):
+        done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env | {"PROGRAM": f"{__file__}:{name}"})
+        assert done.returncode == code

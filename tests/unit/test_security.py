@@ -91,11 +91,11 @@ def test_01_the_command_line_names_any_file(tmp_path):
 def test_02_only_a_named_function_is_run(tmp_path):
     (tmp_path / "mask.py").write_text("def seen(q, k):\n    return q[:, None] >= k\n")
     assert mask_function(f"{tmp_path}/mask.py:seen").__name__ == "seen"
-    callers = {name for name, called, _ in calls() if called.endswith("function_of")}
-    assert callers == {"megatron/training/model/attention_rule.py", "megatron/certifying/programs/of_file.py"}
+    callers = {name for name, called, _ in calls() if called.endswith("user_function")}
+    assert callers == {"megatron/training/model/attention_rule.py", "megatron/certifying/of_file.py"}
     runners = ("exec_module", "run_path", "spec_from_file_location")
     runs = {name for name, called, _ in calls() if called.endswith(runners)}
-    assert runs == {"megatron/training/model/attention_rule.py"}
+    assert runs == {"megatron/system/user_function.py"}
 
 
 def test_03_a_broken_file_ends_in_one_line(tmp_path, capsys):

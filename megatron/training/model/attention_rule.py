@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.block_sparse import (
@@ -21,6 +19,7 @@ from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Causal, Full, Mask, MaskFunction, Window
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.decisions.block_sizes import BlockTable, measured_of
+from megatron.system.user_function import user_function
 from megatron.training.json_file import parse_json, read_bytes, read_json
 from megatron.training.refusal import Refusal
 from megatron.training.settings.attention_settings import MASKS
@@ -135,24 +134,8 @@ def mask_function(spec: str) -> Callable:
 
 
 def function_of(subject: str, spec: str) -> Callable:
-    """The function that ``spec``, FILE.py:NAME, names in a file of the user.
-
-    Args:
-        subject: the flag that names it, for messages.
-    """
-    path, _, name = spec.rpartition(":")
-    if not path or not name:
-        raise Refusal(f"{subject}: give a file and a function in it, FILE.py:NAME")
-    if not Path(path).is_file():
-        raise Refusal(f"{subject}: there is no file {path}; give FILE.py:NAME")
-    module_spec = importlib.util.spec_from_file_location("function_of_the_user", path)
-    if module_spec is None or module_spec.loader is None:
-        raise Refusal(f"{subject}: {path} is not a Python file; give FILE.py:NAME")
-    module = importlib.util.module_from_spec(module_spec)
+    """See :func:`~megatron.system.user_function.user_function`."""
     try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:  # the user's file may raise any exception
-        raise Refusal(f"{subject}: {path} cannot be run: {type(error).__name__}: {error}") from error
-    if not callable(getattr(module, name, None)):
-        raise Refusal(f"{subject}: {path} has no function {name}; give FILE.py:NAME")
-    return getattr(module, name)
+        return user_function(subject, spec)
+    except ValueError as error:
+        raise Refusal(str(error)) from error
