@@ -130,12 +130,7 @@ def sparse_pattern(attention: AttentionConfig, length: int) -> Pattern:
 
 def mask_function(spec: str) -> Callable:
     """The function that ``--mask-function FILE.py:NAME`` names."""
-    return function_of(f"--mask-function {spec}", spec)
-
-
-def function_of(subject: str, spec: str) -> Callable:
-    """See :func:`~megatron.system.user_function.user_function`."""
     try:
-        return user_function(subject, spec)
+        return user_function(f"--mask-function {spec}", spec)
     except ValueError as error:
         raise Refusal(str(error)) from error
