@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.system.srun import check_ranks, take_ranks_of_srun
 from megatron.training.arguments.argv import flat, options, take_ranks
@@ -24,8 +24,15 @@ from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Fix, Refusal, one_line
 from megatron.training.settings.config import Config
 
+if TYPE_CHECKING:  # these import torch, which --help does not need
+    from megatron.training.features.heartbeat import Heartbeat
+    from megatron.training.features.stopping import Stopper
+    from megatron.training.job import Job
+    from megatron.training.setup import Runtime
+    from megatron.training.step import Diverged
+
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
-Work = Callable[[Config, Any, Any], int]  # (settings, Runtime, Heartbeat or None) -> exit code
+Work = Callable[[Config, "Runtime", "Heartbeat | None"], int]  # returns the exit code
 Possible = Callable[[Fix], Fix | None]
 """A change without the flags that the command line does not have; None if the changed command line is refused."""
 CORE = r"megatron\.core|torch\.distributed"  # modules whose warnings do not concern a run
@@ -34,7 +41,7 @@ SAVES_MEMORY = "--dry-run shows where memory is used, and docs/use/memory.md how
 
 def main(
     argv: list[str] | None = None,
-    defaults: dict[str, Any] | None = None,
+    defaults: dict[str, object] | None = None,
     simulate: Callable[[Config, Possible], int] | None = None,
     fastest: Fastest | None = None,
     work: Work | None = None,
@@ -194,7 +201,7 @@ def out_of_memory(error: Exception) -> str:
     return ""
 
 
-def train(config: Config, runtime: Any, beats: Any = None) -> int:
+def train(config: Config, runtime: Runtime, beats: Heartbeat | None = None) -> int:
     """Build the job, train, evaluate and save; returns the exit code."""
     from megatron.training.features.stopping import Stopper
     from megatron.training.job import prepare
@@ -209,7 +216,7 @@ def train(config: Config, runtime: Any, beats: Any = None) -> int:
             job.owner.release()
 
 
-def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
+def _train(job: Job, stopper: Stopper, beats: Heartbeat | None, started: float) -> int:
     from megatron.training.data.read_tokens import DataError
     from megatron.training.features.bad_batches import write_batch
     from megatron.training.features.held_out import evaluate_held_out, evaluate_on_tasks
@@ -272,7 +279,7 @@ def _train(job: Any, stopper: Any, beats: Any, started: float) -> int:
         stopper.restore()
 
 
-def not_finite(error: Any, beats: Any, stages: int) -> str:
+def not_finite(error: Diverged, beats: Heartbeat | None, stages: int) -> str:
     """Report a Diverged to the other ranks; returns, on rank 0, a phrase naming ranks whose own loss is not finite.
 
     Empty if the losses of all ranks are not finite, because then no rank is to blame.
@@ -297,7 +304,7 @@ def not_finite(error: Any, beats: Any, stages: int) -> str:
     return ""
 
 
-def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, Any] | None:
+def _shape_of(folder: str, step: int | None, skip: bool) -> dict[str, object] | None:
     from megatron.training.checkpoint.arguments_of import shape_of  # imports torch, which --help does not need
 
     return shape_of(folder, step, skip)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -38,6 +37,7 @@ from megatron.training.watch import Watch
 Batches = Iterator[dict[str, Tensor]]
 Mark = Callable[[str], None]  # called with the name of each phase of a step as it begins
 Measure = Callable[[dict[str, Tensor | None], Tensor], Tensor]
+LossOf = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # of the model's output: as `sum_of_losses`
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def forward_step(
     length: int | None = None,
     measure: Measure | None = None,
     objective: PairObjective | None = None,
-) -> tuple[Tensor, Callable[[Tensor], Any]]:
+) -> tuple[Tensor, LossOf]:
     """Run the model on the next micro-batch; returns its output and the function that computes the loss from it.
 
     Args:
@@ -116,7 +116,7 @@ def forward_step(
     return output, partial(sum_of_losses, batch["loss_mask"]) if objective is None else partial(objective.loss, batch)
 
 
-def _samples(batch: dict[str, Any], numbered: bool) -> Samples:
+def _samples(batch: dict[str, Tensor | None], numbered: bool) -> Samples:
     """What layers need to know of a batch's samples; ``numbered``: their numbers too, which dropout depends on."""
     numbers, ends = batch["numbers"], batch["document_ends"]
     return Samples(
@@ -217,7 +217,7 @@ def with_reference(
     if objective is None:
         return batches
 
-    def run(model: Sequence[nn.Module], given: Any, measure: Measure) -> list[Tensor]:
+    def run(model: Sequence[nn.Module], given: Batches | list[Batches], measure: Measure) -> list[Tensor]:
         step = partial(forward_step, runtime, measure=measure)
         return run_schedule(step, model, given, config, num_microbatches, forward_only=True)
 
@@ -256,7 +256,7 @@ def evaluate(
 
 
 def run_schedule(
-    step: Callable[..., Any],
+    step: Callable[..., tuple[Tensor, LossOf]],
     chunks: Sequence[nn.Module],
     batches: Batches | list[Batches],
     config: Config,

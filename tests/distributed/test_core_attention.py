@@ -513,13 +513,10 @@ def test_rows_of_positions_of_a_tp_rank(spare):
                 {"input_norms": False}]
 )  # fmt: skip
 def test_transformer_engine_has_no_layers_of_ours(options):
-    from types import SimpleNamespace
+    from megatron.context_parallel.core.spec import StageLayers
 
-    from megatron.context_parallel.core.spec import block_spec
-
-    config = SimpleNamespace(multi_latent_attention=False)
     with pytest.raises(ValueError, match="transformer_engine"):
-        block_spec(config, None, transformer_engine=True, num_layers=1, **options)
+        StageLayers(1, transformer_engine=True, **options)
 
 
 def test_experts_count_and_gate_in_the_dtype_that_is_asked():
@@ -542,12 +539,18 @@ def test_experts_count_and_gate_in_the_dtype_that_is_asked():
 def test_the_last_norm_is_in_chunks_under_fpdt(fpdt):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron.context_parallel.core.spec import AttentionSettings, ChunkedNorm, ChunkSettings, block_spec
+    from megatron.context_parallel.core.spec import (
+        AttentionSettings,
+        ChunkedNorm,
+        ChunkSettings,
+        StageLayers,
+        block_spec,
+    )
 
     settings = AttentionSettings(cp.SequenceLayout(LENGTH, cp.abstract_grid(), chunks=4))
     config = TransformerConfig(num_layers=1, hidden_size=HEADS * SIZE, num_attention_heads=HEADS)
     chunks = ChunkSettings(settings, fpdt=fpdt, ffn_chunks=4)
-    norm = block_spec(config, settings, transformer_engine=False, num_layers=1, chunks=chunks).layer_norm
+    norm = block_spec(config, settings, StageLayers(1), chunks).layer_norm
     assert (getattr(norm, "module", None) is ChunkedNorm) is fpdt
 
 

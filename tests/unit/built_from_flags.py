@@ -101,16 +101,15 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
     """The arguments of megatron-core's GPTModel and of our layers."""
     seen: dict[str, Any] = {"partitioned": False, "layer inputs in host memory": False}
 
-    def spec(_: Any, settings: Any, **arguments: Any) -> None:
-        chunks = arguments.pop("chunks")
+    def spec(_: Any, settings: Any, layers: Any, chunks: Any) -> None:
         seen["linear-kernel"] = settings.linear_kernel
         seen.update({f"dropout.{name}": value for name, value in vars(settings.dropout).items()})
         seen["rules"] = [(repr(one.rule.mask), one.rotary and repr(one.rotary.rope)) for one in settings.layers]
         seen["host memory"] = chunks is not None and chunks.offload is not None
         seen["kept attention"] = settings.keep
         seen["streamed"] = chunks is not None and chunks.streamed
-        made = {index: (mixer.func, mixer.keywords) for index, mixer in arguments["mixers"].items()}
-        seen.update({f"layers.{name}": value for name, value in {**arguments, "mixers": made}.items()})
+        made = {index: (mixer.func, mixer.keywords) for index, mixer in layers.mixers.items()}
+        seen.update({f"layers.{name}": value for name, value in {**vars(layers), "mixers": made}.items()})
 
     def model(**arguments: Any) -> SimpleNamespace:
         names = ("max_sequence_length", "share_embeddings_and_output_weights", "position_embedding_type", "softcap")

@@ -30,6 +30,10 @@ PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
 CAUSAL = (AttnMaskType.causal, AttnMaskType.causal_bottom_right)  # equal if there are as many queries as keys
 
 
+# Arguments of core that the tensors and the layout determine.
+DETERMINED = {"k_channels", "v_channels", "cp_comm_type", "pg_collection"}
+
+
 class ContextParallelAttention(MegatronModule):
     """Attention of this rank's tokens over the complete sequence.
 
@@ -40,7 +44,7 @@ class ContextParallelAttention(MegatronModule):
         settings: of all layers. If the mask of this layer's rule is not ``Causal()``, it replaces core's causal mask.
         layer_number: from 1, in the complete model.
         attn_mask_type: causal, none, or one of these with padding, which ``packed_seq_params`` describes.
-        k_channels, v_channels, cp_comm_type, pg_collection: ignored; the tensors and the layout determine them.
+        others: those in ``DETERMINED`` are ignored; ``num_splits`` may be 1.
 
     Attributes:
         rule: the attention rule of this layer.
@@ -60,13 +64,12 @@ class ContextParallelAttention(MegatronModule):
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-        num_splits: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        **others: object,
     ) -> None:
         super().__init__(config=config)
+        num_splits = others.pop("num_splits", None)
+        if unknown := others.keys() - DETERMINED:
+            raise TypeError(f"ContextParallelAttention does not know {', '.join(sorted(unknown))}")
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
             raise ValueError(

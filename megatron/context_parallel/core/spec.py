@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ from megatron.platform.core_versions import submodules_of
 
 INPUTS_CUT = ("linear_proj", "linear_fc2", "out_proj")  # layers whose inputs are split over TP
 __all__ = ["AttentionSettings", "ChunkSettings", "ChunkedNorm", "ContextParallelAttention", "LayerRule", "Norm",
-           "block_spec"]  # fmt: skip
+           "StageLayers", "block_spec"]  # fmt: skip
 
 
 class Norm(nn.Module):
@@ -154,52 +154,59 @@ class ChunkedNorm(Norm):
         return apply_in_chunks(lambda part, _: norm(part), x, [*self.parameters()], spans, offload=offload)
 
 
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers of a pipeline stage.
+
+    Attributes:
+        num_layers: how many.
+        transformer_engine: linears, norms and FP8 from Transformer Engine through core's own spec; otherwise core's
+            linears and PyTorch's norms.
+        recomputed: number of layers, from the first, that recompute their attention chunk by chunk (FPDT).
+        lora: adapters, not with ``transformer_engine``.
+        experts: the layers, from 0, whose FFN is a mixture of experts, and how tokens choose them; not with
+            ``transformer_engine``. Experts get no adapters.
+        input_norms: normalize the inputs of attention and FFN; without it not with ``transformer_engine``.
+        output_norms: normalize the outputs of attention and FFN before they are added.
+        mixers: the layers, from 0, that have something else in place of attention, from mixers/; not with
+            ``transformer_engine``.
+        pattern: for each layer what it consists of, as in core's MambaStack: M (Mamba2), * (attention), - (FFN) or E
+            (FFN, in ``experts`` too); empty: attention and FFN. Not with ``transformer_engine``.
+        all_heads_norms: normalize queries and keys over all heads together; not with ``transformer_engine``.
+        parallel_residual: attention and FFN both read the layer's input; not in chunks.
+    """
+
+    num_layers: int
+    transformer_engine: bool = False
+    recomputed: int = 0
+    lora: Lora | None = None
+    experts: Mapping[int, RouterRule] | None = None
+    input_norms: bool = True
+    output_norms: bool = False
+    mixers: Mapping[int, Mixer] | None = None
+    pattern: str = ""
+    all_heads_norms: bool = False
+    parallel_residual: bool = False
+
+    def __post_init__(self) -> None:
+        if self.transformer_engine and (self.mixers or self.pattern or self.experts):
+            raise ValueError("mixers, patterns and experts need core's own layers: leave out transformer_engine")
+        if self.transformer_engine and (self.all_heads_norms or not self.input_norms):
+            raise ValueError("all_heads_norms, and layers without input_norms, need transformer_engine=False")
+
+
 def block_spec(
-    config: TransformerConfig,
-    settings: AttentionSettings,
-    *,
-    transformer_engine: bool,
-    num_layers: int,
-    chunks: ChunkSettings | None = None,
-    recomputed: int = 0,
-    lora: Lora | None = None,
-    experts: Mapping[int, RouterRule] | None = None,
-    input_norms: bool = True,
-    output_norms: bool = False,
-    mixers: Mapping[int, Mixer] | None = None,
-    pattern: str = "",
-    all_heads_norms: bool = False,
-    parallel_residual: bool = False,
+    config: TransformerConfig, settings: AttentionSettings, stage: StageLayers, chunks: ChunkSettings | None = None
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, with our attention core.
 
     Args:
         config: megatron-core's model configuration.
         settings: layout, mask and kernel.
-        transformer_engine: linears, norms and FP8 from Transformer Engine through core's own spec; otherwise core's
-            linears and PyTorch's norms.
-        num_layers: layers of this stage.
         chunks: FPDT, the FFN in chunks, streamed hidden states; None for core's own layer.
-        recomputed: number of layers, from the first, that recompute their attention chunk by chunk (FPDT).
-        lora: adapters, not with ``transformer_engine``.
-        experts: the layers of this stage, from 0, whose FFN is a mixture of experts, and how tokens choose them; not
-            with ``transformer_engine``. Experts get no adapters.
-        input_norms: normalize the inputs of attention and FFN; without it not with ``transformer_engine``.
-        output_norms: normalize the outputs of attention and FFN before they are added.
-        mixers: the layers of this stage, from 0, that have something else in place of attention, from mixers/; not with
-            ``transformer_engine``.
-        pattern: for each layer of this stage what it consists of, as in core's MambaStack: M (Mamba2), * (attention), -
-            (FFN) or E (FFN, in ``experts`` too); empty: attention and FFN. Not with ``transformer_engine``.
-        all_heads_norms: normalize queries and keys over all heads together; not with ``transformer_engine``.
-        parallel_residual: attention and FFN both read the layer's input; not with ``chunks``.
     """
-    if (mixers or pattern) and transformer_engine:
-        raise ValueError("mixers and patterns need core's own layers: leave out transformer_engine")
-    if experts and transformer_engine:
-        raise ValueError("experts need core's own layers: leave out transformer_engine")
-    if transformer_engine and (all_heads_norms or not input_norms):
-        raise ValueError("all_heads_norms, and layers without input_norms, need transformer_engine=False")
-    if parallel_residual and chunks is not None:
+    transformer_engine, lora = stage.transformer_engine, stage.lora
+    if stage.parallel_residual and chunks is not None:
         raise ValueError("a layer in chunks has no parallel residual: leave chunks or parallel_residual out")
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -209,32 +216,32 @@ def block_spec(
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
         final_norm = Norm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm if input_norms else IdentityOp
+        norm = Norm if stage.input_norms else IdentityOp
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         qkv = layer.submodules.self_attention.submodules
         if config.qk_layernorm:
             qkv.q_layernorm = qkv.k_layernorm = Norm
-        if all_heads_norms:
+        if stage.all_heads_norms:
             attention = layer.submodules.self_attention
             params = {**attention.params, "tensor": settings.layout.grid.tensor}
             layer.submodules.self_attention = replace(attention, module=AllHeadsSelfAttention, params=params)
     if lora is not None:
         _add_adapters(layer, lora, transformer_engine)
-    if config.attention_output_gate and not all_heads_norms:
+    if config.attention_output_gate and not stage.all_heads_norms:
         layer.submodules.self_attention = replace(layer.submodules.self_attention, module=GatedSelfAttention)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
-    params = {**layer.params, "attention": settings, "output_norm": final_norm if output_norms else None}
-    params["parallel_residual"] = parallel_residual
-    layers = [replace(layer, module=LongContextLayer, params=params)] * num_layers
-    if pattern:
-        layers = [
-            replace(one, submodules=_half(one.submodules, kind)) for one, kind in zip(layers, pattern, strict=True)
-        ]
-    for index, mixer in (mixers or {}).items():
+    params = {**layer.params, "attention": settings, "output_norm": final_norm if stage.output_norms else None}
+    params["parallel_residual"] = stage.parallel_residual
+    layers = [replace(layer, module=LongContextLayer, params=params)] * stage.num_layers
+    if stage.pattern:
+        kinds = zip(layers, stage.pattern, strict=True)
+        layers = [replace(one, submodules=_half(one.submodules, kind)) for one, kind in kinds]
+    for index, mixer in (stage.mixers or {}).items():
         made = mixer(settings, partial(_linear, lora=lora), Norm)
         names = {**layers[index].submodules.sharded_state_dict_keys_map, **made.names}
         own = replace(layers[index].submodules, self_attention=made.spec, sharded_state_dict_keys_map=names)
         layers[index] = replace(layers[index], submodules=own)
-    for index, rule in (experts or {}).items():
+    for index, rule in (stage.experts or {}).items():
         # The norm before experts is not fused with them: in checkpoints it has its own name, as in Megatron-LM.
         names = dict(layers[index].submodules.sharded_state_dict_keys_map)
         names.pop("pre_mlp_layernorm.", None)
@@ -246,7 +253,7 @@ def block_spec(
                 layer,
                 module=ChunkedTransformerLayer,
                 params={name: value for name, value in layer.params.items() if name != "attention"}
-                | {"chunks": chunks, "recompute": index < recomputed},
+                | {"chunks": chunks, "recompute": index < stage.recomputed},
             )
             for index, layer in enumerate(layers)
         ]

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.context_parallel.core.expert_choice import RouterRule
@@ -22,7 +22,14 @@ from megatron.context_parallel.core.later_tokens import later_token_layers
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
 from megatron.context_parallel.core.mixers.state_mixer import Mixer
-from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings, LayerRule, NormedWords, block_spec
+from megatron.context_parallel.core.spec import (
+    AttentionSettings,
+    ChunkSettings,
+    LayerRule,
+    NormedWords,
+    StageLayers,
+    block_spec,
+)
 from megatron.context_parallel.fpdt.host_store import Offload, SavedInHost
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -108,15 +115,12 @@ def _build_chunk(
 
     def spec_of(start: int, stop: int) -> TransformerBlockSubmodules:
         """The layers from ``start`` to ``stop`` of the complete model."""
-        layers, recomputed = stop - start, 0
+        number, recomputed = stop - start, 0
         if layers_recompute(config):
-            recomputed = layers if attention.recompute_method == "uniform" else attention.recompute_num_layers
-        return block_spec(
-            core,
-            settings,
+            recomputed = number if attention.recompute_method == "uniform" else attention.recompute_num_layers
+        layers = StageLayers(
+            num_layers=number,
             transformer_engine=model.transformer_impl == "transformer_engine",
-            num_layers=layers,
-            chunks=chunks,
             recomputed=recomputed,
             lora=lora(model),
             experts=_experts(model, start, stop),
@@ -127,6 +131,7 @@ def _build_chunk(
             mixers=_mixers(config, start, stop),
             pattern=hybrid_pattern(model)[start:stop],
         )
+        return block_spec(core, settings, layers, chunks)
 
     start, stop = stage_span(config, grid.pipeline.rank, stage or 0)
     spec, further = spec_of(start, stop), None
@@ -251,22 +256,23 @@ def lora(model: ModelConfig) -> Lora | None:
 
 def save_layer_inputs_in_host(decoder: TransformerBlock, offload: Offload) -> None:
     """Keep in host memory the inputs that the layers of a block save for backward."""
-    forward, norm = decoder.forward, decoder.final_layernorm
 
-    @wraps(forward)
-    def with_hooks(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        shape = hidden_states.shape if decoder.pre_process else decoder.input_tensor.shape
-        hooks = SavedInHost(offload, shape)
-        with saved_tensors_hooks(hooks.pack, hooks.unpack):
-            return forward(hidden_states, *args, **kwargs)
+    def in_host(hidden_states: Tensor, **_: Any) -> saved_tensors_hooks:
+        hooks = SavedInHost(offload, (hidden_states if decoder.pre_process else decoder.input_tensor).shape)
+        return saved_tensors_hooks(hooks.pack, hooks.unpack)
 
-    decoder.forward = with_hooks
-    if norm is not None:  # it is no layer, but core's block calls it within the hooks: identity hooks replace them
-        norm_forward = norm.forward
+    _run_within(decoder, in_host)
+    if decoder.final_layernorm is not None:  # no layer, but core's block calls it within the hooks: these replace them
+        _run_within(decoder.final_layernorm, lambda *_, **__: saved_tensors_hooks(lambda x: x, lambda x: x))
 
-        @wraps(norm_forward)
-        def without_hooks(*args: Any, **kwargs: Any) -> Tensor:
-            with saved_tensors_hooks(lambda x: x, lambda x: x):
-                return norm_forward(*args, **kwargs)
 
-        norm.forward = without_hooks
+def _run_within(module: nn.Module, context: Callable[..., saved_tensors_hooks]) -> None:
+    """Enter, for each forward pass of ``module``, what ``context`` makes of its arguments."""
+    entered: list[saved_tensors_hooks] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(context(*args, **kwargs))
+        entered[-1].__enter__()
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(lambda *_: entered.pop().__exit__(), always_call=True)

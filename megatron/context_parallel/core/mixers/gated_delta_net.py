@@ -22,7 +22,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec, StateMixer
+from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSizes, MixerSpec, StateMixer
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.linear_attention.rules import GATED_DELTA
 
@@ -50,19 +50,8 @@ class GatedDeltaNet(StateMixer):
         self.key_heads, heads = config.linear_num_key_heads // size, config.linear_num_value_heads // size
         keys, values = self.key_heads * self.key_dim, heads * value_dim
         rows = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            settings,
-            exchange,
-            pg_collection,
-            rows=rows,
-            convolved=("query", "key", "value"),
-            width=config.linear_conv_kernel_dim,
-            heads=heads,
-            value_dim=value_dim,
-        )
+        sizes = MixerSizes(rows, ("query", "key", "value"), config.linear_conv_kernel_dim, heads, value_dim)
+        super().__init__(config, submodules, layer_number, settings, exchange, pg_collection, sizes)
         self.out_norm = build_module(
             submodules.out_norm, config=config, hidden_size=value_dim, eps=config.layernorm_epsilon
         )

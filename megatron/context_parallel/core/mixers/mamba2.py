@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec, StateMixer
+from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSizes, MixerSpec, StateMixer
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.linear_attention.rules import MAMBA2
 
@@ -63,20 +63,9 @@ class Mamba2(StateMixer):
         size = pg_collection.tp.size()
         heads, self.groups = config.mamba_num_heads // size, config.mamba_num_groups // size
         values, keys = heads * config.mamba_head_dim, self.groups * config.mamba_state_dim
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            settings,
-            exchange,
-            pg_collection,
-            rows={"z": values, "x": values, "B": keys, "C": keys, "dt": heads},
-            convolved=("x", "B", "C"),
-            width=WIDTH,
-            heads=heads,
-            value_dim=config.mamba_head_dim,
-            bias=True,
-        )
+        rows = {"z": values, "x": values, "B": keys, "C": keys, "dt": heads}
+        sizes = MixerSizes(rows, ("x", "B", "C"), WIDTH, heads, config.mamba_head_dim, bias=True)
+        super().__init__(config, submodules, layer_number, settings, exchange, pg_collection, sizes)
         self.dt_min = dt_min
         self.D = nn.Parameter(torch.ones(heads, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.D, True, dim=0, stride=1)

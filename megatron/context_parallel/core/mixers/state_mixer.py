@@ -59,6 +59,25 @@ Mixer = Callable[["AttentionSettings", Linear, type], MixerSpec]
 """Makes the spec from the settings, the linear layers and the class of norms; each file of this folder has one."""
 
 
+class MixerSizes(NamedTuple):
+    """Sizes of a mixer on a rank.
+
+    Attributes:
+        rows: of ``in_proj``, by core's name of each kind, in core's order.
+        convolved: those kinds that go through the convolution.
+        width: tokens that the convolution sees.
+        heads, value_dim: number, and size.
+        bias: whether the convolution has one.
+    """
+
+    rows: Mapping[str, int]
+    convolved: Collection[str]
+    width: int
+    heads: int
+    value_dim: int
+    bias: bool = False
+
+
 class StateMixer(MegatronModule):
     """Takes and returns the rows of this rank's tokens, as core's self-attention does. Heads are split over TP.
 
@@ -68,11 +87,6 @@ class StateMixer(MegatronModule):
         submodules: with ``in_proj`` and ``out_proj``.
         settings: of the attention of all layers; its layout, and whether documents are separated, apply here too.
         exchange: how states go from rank to rank: see :func:`linear_attention`.
-        rows: of ``in_proj`` on this rank, by core's name of each kind, in core's order.
-        convolved: those kinds that go through the convolution.
-        width: tokens that the convolution sees.
-        heads, value_dim: number on this rank, and size.
-        bias: whether the convolution has one.
     """
 
     rule: LinearRule
@@ -85,19 +99,14 @@ class StateMixer(MegatronModule):
         settings: AttentionSettings,
         exchange: str,
         pg_collection: ProcessGroupCollection,
-        *,
-        rows: Mapping[str, int],
-        convolved: Collection[str],
-        width: int,
-        heads: int,
-        value_dim: int,
-        bias: bool = False,
+        sizes: MixerSizes,
     ) -> None:
         super().__init__(config)
+        rows, width, heads, value_dim = sizes.rows, sizes.width, sizes.heads, sizes.value_dim
         self.settings, self.exchange, self.layer_number = settings, exchange, layer_number
         self.tp_group, size = pg_collection.tp, pg_collection.tp.size()
         self.heads, self.value_dim = heads, value_dim
-        self.rows, self.convolved = dict(rows), {kind: rows[kind] for kind in rows if kind in convolved}
+        self.rows, self.convolved = dict(rows), {kind: rows[kind] for kind in rows if kind in sizes.convolved}
         linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -110,7 +119,7 @@ class StateMixer(MegatronModule):
         )
         channels, dtype = sum(self.convolved.values()), config.params_dtype
         # holds the weights; it is never called
-        self.conv1d = nn.Conv1d(channels, channels, width, groups=channels, bias=bias, dtype=dtype)
+        self.conv1d = nn.Conv1d(channels, channels, width, groups=channels, bias=sizes.bias, dtype=dtype)
         self.dt_bias = nn.Parameter(torch.empty(heads, dtype=dtype))
         self.A_log = nn.Parameter(torch.empty(heads, dtype=dtype))
         for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log):
