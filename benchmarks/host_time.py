@@ -27,7 +27,7 @@ from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_layer
 from megatron.context_parallel.fpdt.host_store import Offload
-from megatron.context_parallel.layout.documents import deal
+from megatron.context_parallel.layout.documents import balance_documents
 from megatron.context_parallel.layout.masks import Mask
 from megatron.training.model.batch_plans import BatchPlans, Numbers
 
@@ -104,7 +104,7 @@ def deals(draws: int = 100) -> None:
     for name, make in kinds.items():
         all_ends = [make(seed) for seed in range(draws)]
         gc.collect()
-        times = [milliseconds(partial(deal, ends, RING)) for ends in all_ends]
+        times = [milliseconds(partial(balance_documents, ends, RING)) for ends in all_ends]
         print(f"{name:26}{statistics.median(times):7.1f}{max(times):7.1f}")
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compares layers with a state on a CPU, forward and backward, with other ways to compute them.
+"""Compares linear-attention and SSM layers on a CPU, forward and backward, with other ways to compute them.
 
     python benchmarks/linear_attention.py
 

@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron.context_parallel.layout.documents import deal
-from megatron.training.data.packing.packing_plans import Packing, Plan, cost_of, greedy_plan, make_plan
+from megatron.context_parallel.layout.documents import balance_documents
+from megatron.training.data.packing.packing_plans import Packing, PackingPlan, cost_of, greedy_plan, make_plan
 
 LENGTH, BATCH = 131072, 8
 
@@ -59,7 +59,7 @@ def distributions(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: np.minimum(lengths, 1 << 22) for name, lengths in result.items()}
 
 
-def plans(lengths: np.ndarray, batch: int, length: int = LENGTH) -> dict[str, Plan]:
+def plans(lengths: np.ndarray, batch: int, length: int = LENGTH) -> dict[str, PackingPlan]:
     """A plan of one epoch for each packing."""
     order = np.random.default_rng(1).permutation(len(lengths))
     result = {"greedy": greedy_plan(order, lengths[order], length)}
@@ -108,7 +108,7 @@ def sample_time(sizes: np.ndarray, layout: Layout, padding: int) -> float:
     """Seconds of a layer, forward and backward, on the slowest rank of Ulysses x Ring."""
     ends = np.cumsum(np.append(sizes, padding) if padding else sizes)
     ranks = layout.ulysses * layout.ring
-    shares = deal(tuple(ends.tolist()), layout.ring)
+    shares = balance_documents(tuple(ends.tolist()), layout.ring)
     starts = np.append(0, ends[:-1])
     slowest = 0.0
     for spans in shares:
@@ -212,7 +212,7 @@ def measure(batches: int) -> None:
         ends = [tuple(dict.fromkeys(np.minimum(np.append(np.cumsum(one), SHORT), SHORT).tolist())) for one in sizes]
         with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
             seconds = np.array(pool.map(attention_seconds, [ends[rank::RANKS] for rank in range(RANKS)], 1)).T
-        first = Plan(plan.pieces[: plan.first[len(sizes)]], plan.first[: len(sizes) + 1])
+        first = PackingPlan(plan.pieces[: plan.first[len(sizes)]], plan.first[: len(sizes) + 1])
         counted = cost_of(first, lengths, SHORT, RANKS).imbalance
         measured = (seconds.max(1) / seconds.mean(1)).mean()
         print(f"| {kind} | {seconds.mean():.2f} | {measured:.3f} | {counted:.3f} |", flush=True)

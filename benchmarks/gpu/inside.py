@@ -21,7 +21,7 @@ STAGES = {
     "rates": ("rates", "products, copies, the shortest kernel; machine.json for the simulator", 1),
     "attention": ("attention", "all usable kernels from 8K to 512K against the GEMM rate; masks against causal", 2),
     "kernels": ("kernels", "variants of our attention kernels: block sizes, one pass or two, short ranges", 2),
-    "linear": ("linear", "layers with a state: fla-core's kernels and this program's, 8K to 128K", 1),
+    "linear": ("linear", "linear-attention and SSM layers: fla-core's kernels and this program's, 8K to 128K", 1),
     "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel", 2),
     "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies", 2),
     "longest": ("longest", "the longest context on this GPU within its host memory", 1),

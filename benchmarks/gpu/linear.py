@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state: the kernels of fla-core and of this program, forward and both ways; the same results first."""
+"""Linear-attention and SSM layers: kernels of fla-core and ours, forward and both ways; the same results first."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Sizes:
         lengths: sequence lengths for the kernels. masked: sequence lengths for the masks.
         windows: keys before each query in sliding windows. documents: number of packed documents.
         tiles: lengths of equal documents, by which the best kernel is chosen.
-        linear: sequence lengths of layers with a state.
+        linear: sequence lengths of linear-attention and SSM layers.
         steps: (sequence length, recompute) of the training steps.
         fpdt_length, fpdt_layers, fpdt_chunks: sequence length, layers and chunk sizes of the chunk sweep.
         longest: first length and chunk size of the search for the longest context.

@@ -4,7 +4,7 @@
     python examples/reproduce/mixtures.py
 
 Runs whose source names neither all parallel sizes nor one that decides them are listed with the reason instead.
-Hybrids are priced with our kernels for layers with a state, and with kernels as fast as fla's (`fla_share`).
+Hybrids are priced with our kernels for linear-attention and SSM layers, and with some as fast as fla's (`fla_share`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from megatron.certifying.rows import Rows, find_positions, part_of
 
 
 @dataclass(frozen=True)
-class Place:
+class FirstDifference:
     """Where a program first differs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
         return f"{self.kind}: {self.text}"
 
 
-def bisect(reference: Reference, ranks: Sequence[Recording], wrong: Sequence[Compared]) -> Place:
+def bisect(reference: Reference, ranks: Sequence[Recording], wrong: Sequence[Compared]) -> FirstDifference:
     """The first difference, in the order in which a step computes.
 
     Args:
@@ -85,7 +85,7 @@ def _pairs(key: Key, one: Recording, ranks: Sequence[Recording], rows: Sequence[
             yield rank, x, same[0], same[1]
 
 
-def _forward(one, ranks, rows, length, limits, outputs) -> Place | None:
+def _forward(one, ranks, rows, length, limits, outputs) -> FirstDifference | None:
     """The first module call with a wrong output or input, in the order of the forward pass; None if all agree."""
     before = ""
     for key in outputs:
@@ -106,11 +106,11 @@ def _forward(one, ranks, rows, length, limits, outputs) -> Place | None:
         place = _at(key, rank, x, right, dim, rows, limits.get(key, 0.0))
         name = _between(before, key[1]) if fed else key[1]
         where = f"the input of {_named(key[1])}, computed in {_named(name)}" if fed else f"the output of {_named(name)}"
-        return Place("forward", (name,), f"first in {where}{_call(key)}, on ranks {listed(bad)}, {place}")
+        return FirstDifference("forward", (name,), f"first in {where}{_call(key)}, on ranks {listed(bad)}, {place}")
     return None
 
 
-def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
+def _backward(one, ranks, rows, length, limits, outputs) -> FirstDifference | None:
     """The first module call with a wrong gradient, in the order of the backward pass; None if all agree."""
     after, scales = "", {}
     for key in ((BACKWARD, *output[1:]) for output in reversed(outputs)):
@@ -131,7 +131,7 @@ def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
                 if max(map(abs, spread)) > limit:
                     each = ", ".join(f"{k:.4g} on rank {r}" for r, k in straight.items())
                     text = f"the loss after {_named(key[1])} is multiplied by a different factor on each rank: {each}"
-                    return Place("loss scale", (key[1],), text)
+                    return FirstDifference("loss scale", (key[1],), text)
         bad = [r for r, x, right, _ in pairs if _error(x / (scales[r] or 1.0), right, one.numbers[key]) > limit]
         if bad:
             rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
@@ -140,12 +140,12 @@ def _backward(one, ranks, rows, length, limits, outputs) -> Place | None:
             if not after:
                 what = f"first in the gradient at the output of {_named(key[1])}, which the loss gives"
             place = _at(key, rank, x / (scales[rank] or 1.0), right, dim, rows, limit)
-            return Place("backward", (name,), f"{what}, on ranks {listed(bad)}, {place}")
+            return FirstDifference("backward", (name,), f"{what}, on ranks {listed(bad)}, {place}")
         after = key[1]
     return None
 
 
-def _step(wrong: Sequence[Compared]) -> Place:
+def _step(wrong: Sequence[Compared]) -> FirstDifference:
     """The first difference after the backward pass, if all modules agree."""
     for kind, name, what in (
         (GRADIENT, "reduction", "activations and their gradients agree, these parameters' gradients do not"),
@@ -159,7 +159,7 @@ def _step(wrong: Sequence[Compared]) -> Place:
         shown = "; ".join(f"{compared.key[1] or kind}: {_why(compared)}" for compared in bad[:4])
         more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
         modules = tuple(dict.fromkeys(compared.key[1].rpartition(".")[0] for compared in bad))
-        return Place(name, modules, f"{what}: {shown}{more}")
+        return FirstDifference(name, modules, f"{what}: {shown}{more}")
     raise ValueError("nothing differs")
 
 

@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from megatron.certifying.bisecting import Place, bisect
+from megatron.certifying.bisecting import FirstDifference, bisect
 from megatron.certifying.comparing import Compared, compare
 from megatron.certifying.processes_of_program import Processes, Run
 from megatron.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
@@ -35,7 +35,7 @@ class OnGrid:
 
     sizes: Sizes
     compared: list[Compared]
-    place: Place | None = None
+    place: FirstDifference | None = None
     seen: list[Seen] = field(default_factory=list)
     note: str = ""
 

@@ -28,7 +28,7 @@ class StageParameters:
     experts: tuple[Tensor, ...] = ()  # of all experts on this rank
     with_experts: int = 0  # layers with experts
     mixed: int = 0  # all layers, if some have a state
-    with_states: int = 0  # layers with a state
+    with_states: int = 0  # linear-attention and SSM layers
     pattern: str = ""  # of a hybrid's layers
 
     @property

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer with a state for generation: it keeps the state and the last rows before the convolution, whose size does
-not depend on the length of the text.
+"""A linear-attention or SSM layer for generation: it keeps its state and the last rows before the convolution.
+
+Their size does not depend on the length of the text.
 
 Prompts are computed over the grid as in training. The state after a prompt is composed of the maps of all ranks' spans.
 Then every context-parallel rank has the same state, and decoding sends nothing.
@@ -110,7 +111,7 @@ def last_state(rule: LinearRule, inputs: tuple[Tensor, ...], layout: SequenceLay
 
 
 def keep_states(model: torch.nn.Module) -> list[CachedState]:
-    """Let each layer with a state keep it; call it after loading the weights."""
+    """Let each linear-attention or SSM layer keep it; call it after loading the weights."""
     layers = [module for module in model.modules() if isinstance(module, StateMixer)]
     caches = [CachedState(layer) for layer in layers]
     for layer, cache in zip(layers, caches):

@@ -14,7 +14,7 @@ from megatron.training.arguments.parser import parse, settings, spellings
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
-from megatron.training.checkpoint.megatron_lm.checked import COMMON, fitting, glance
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, fitting, open_unchecked
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
@@ -148,11 +148,11 @@ def check_mask(config: Config) -> None:
 def read_saved(path: Path, folder: Path) -> Saved:
     """The settings in the checkpoint ``path`` of ``--load folder``."""
     if is_hugging_face(path):
-        config = _json(glance(path, "config.json").file("config.json"))
+        config = _json(open_unchecked(path, "config.json").file("config.json"))
         kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
         return Saved(_tokenizer_in(path), dtype, _stop_in(path))
-    config = glance(path, COMMON).common().get("config")
+    config = open_unchecked(path, COMMON).common().get("config")
     if not isinstance(config, dict):  # Megatron-LM's checkpoints have no tokenizer
         return Saved({}, "fp32", None)
     data, optimizer = (config.get(name) or {} for name in ("data", "optimizer"))

@@ -18,7 +18,7 @@ from megatron.inference.generate import Answer, Counts, Request, Sampling, gener
 from megatron.inference.load import check_length, configure, load_decoder
 from megatron.system.whole_file import replace_file
 from megatron.training import pretrain
-from megatron.training.checkpoint.arguments_of import glanced, vocabulary
+from megatron.training.checkpoint.arguments_of import unchecked, vocabulary
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.json_file import parse_json, read_bytes
@@ -126,7 +126,7 @@ def run(order: Order, words: Sequence[str]) -> int:
     config, saved = configure(words, order.load, order.ckpt_step, order.dtype, world)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     latest = checkpoint_path(Path(order.load), order.ckpt_step)
-    tokenizer, vocab_size = vocabulary(latest and glanced(latest), tokenizer, config)
+    tokenizer, vocab_size = vocabulary(latest and unchecked(latest), tokenizer, config)
     prompts = read_prompts(order.prompt, order.prompts, tokenizer, vocab_size)
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
     check_length(config, len(longest.tokens), order.max_new_tokens, longest.where)

@@ -38,7 +38,7 @@ class Unusable(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class NetworkView:
     """What one rank sees of the network.
 
     Attributes:
@@ -71,7 +71,7 @@ class Place:
         return f"it has {', '.join(words)}" if words else "it has only the loopback"
 
 
-def inspect_network(interface: str | None, environment: Mapping[str, str]) -> Place:
+def inspect_network(interface: str | None, environment: Mapping[str, str]) -> NetworkView:
     """What this rank sees of the network, and the interfaces that the user has chosen.
 
     Args:
@@ -95,7 +95,7 @@ def inspect_network(interface: str | None, environment: Mapping[str, str]) -> Pl
         problem = f"{FLAG} {interface} and {GLOO}={of_gloo} of the environment differ: leave one of them out"
     elif interface and of_nccl and not nccl_takes(of_nccl, interface):
         problem = f"{FLAG} {interface} and {NCCL}={of_nccl} of the environment differ: leave one of them out"
-    return Place(
+    return NetworkView(
         process.host,
         f"{process.boot or process.host} {namespace}",
         interfaces,
@@ -106,7 +106,7 @@ def inspect_network(interface: str | None, environment: Mapping[str, str]) -> Pl
     )
 
 
-def choose(places: Sequence[Place]) -> list[list[str]]:
+def choose(places: Sequence[NetworkView]) -> list[list[str]]:
     """Names of the interfaces of each rank; empty lists let gloo choose.
 
     Raises:
@@ -136,7 +136,7 @@ def choose(places: Sequence[Place]) -> list[list[str]]:
     return chosen
 
 
-def _names(place: Place, masters: set[str], several: bool) -> tuple[list[str], str]:
+def _names(place: NetworkView, masters: set[str], several: bool) -> tuple[list[str], str]:
     """(interfaces of a rank, the problem with this choice or an empty string)."""
     if place.problem:
         return [], place.problem
@@ -244,7 +244,12 @@ def check_own_gpu(store: dist.Store, rank: int, gpu: str, environment: Mapping[s
 
 
 def agree(
-    store: dist.Store, rank: int, ranks: int, timeout: timedelta, mine: Place, environment: MutableMapping[str, str]
+    store: dist.Store,
+    rank: int,
+    ranks: int,
+    timeout: timedelta,
+    mine: NetworkView,
+    environment: MutableMapping[str, str],
 ) -> str:
     """Agree on the interfaces of all ranks through a store, and set the variables; all ranks call it. See `meet`.
 
@@ -280,12 +285,12 @@ def agree(
     return plan["line"]
 
 
-def _lead(entries: dist.Store, ranks: int, timeout: timedelta, mine: Place) -> dict[str, Any]:
+def _lead(entries: dist.Store, ranks: int, timeout: timedelta, mine: NetworkView) -> dict[str, Any]:
     """Rank 0: wait for the others, choose, and answer each of them. Returns the plan of rank 0."""
     came = _gathered(entries, "place", range(1, ranks), timeout)
     nonces = {rank: raw.pop("nonce") for rank, raw in came.items()}
     missing = [str(rank) for rank in range(1, ranks) if rank not in came]
-    places = [mine, *(Place(**raw) for raw in came.values())]
+    places = [mine, *(NetworkView(**raw) for raw in came.values())]
     try:
         if missing:
             named = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
@@ -300,7 +305,7 @@ def _lead(entries: dist.Store, ranks: int, timeout: timedelta, mine: Place) -> d
     return {**plans[0], "readers": list(came)}
 
 
-def _plans(places: Sequence[Place], chosen: Sequence[list[str]]) -> list[dict[str, Any]]:
+def _plans(places: Sequence[NetworkView], chosen: Sequence[list[str]]) -> list[dict[str, Any]]:
     """The plan of each rank: its interfaces and, for the first rank of each node, the rank to which it connects."""
     firsts: dict[str, int] = {}
     for rank, place in enumerate(places):
@@ -323,7 +328,7 @@ def _plans(places: Sequence[Place], chosen: Sequence[list[str]]) -> list[dict[st
 
 
 def _follow(
-    store: dist.Store, rank: int, ranks: int, timeout: timedelta, mine: Place
+    store: dist.Store, rank: int, ranks: int, timeout: timedelta, mine: NetworkView
 ) -> tuple[dist.Store, dict[str, Any]]:
     """Any rank but 0: report what it sees. Returns (the store of this start, the plan from rank 0)."""
     nonce, start, entries = uuid.uuid4().hex, "", store

@@ -34,7 +34,7 @@ from megatron.training.arguments.schedule import BatchSizes, check_stage, length
 from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.arguments.validate.host_memory import available_bytes, check_host_memory
 from megatron.training.checkpoint import checkpoint
-from megatron.training.checkpoint.arguments_of import glanced, vocabulary
+from megatron.training.checkpoint.arguments_of import unchecked, vocabulary
 from megatron.training.checkpoint.checkpoint_folder import restore
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
@@ -47,7 +47,7 @@ from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
+from megatron.training.evaluation.eval_plan import EvalPlan, check_held_out, make_plan
 from megatron.training.evaluation.reference_model import pair_objective
 from megatron.training.loss import PairObjective
 from megatron.training.model.build import build_model
@@ -76,7 +76,7 @@ class Job:
     eod: int
     copies: Copies | None = None  # of the state, in the memory of the hosts
     on_disk: int | None = None  # iteration of the checkpoint in --save, if a newer copy in memory was loaded
-    plan: Plan | None = None  # of --eval-tasks
+    plan: EvalPlan | None = None  # of --eval-tasks
     owner: Owner | None = None  # of the folder --save; None if nothing is saved
     objective: PairObjective | None = None  # of pairs of answers
 
@@ -99,7 +99,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
 
 
 def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
-    def read_inputs() -> tuple[Path | None, Tokenizer, Plan | None]:
+    def read_inputs() -> tuple[Path | None, Tokenizer, EvalPlan | None]:
         if runtime.offload is not None:
             check_host_memory(config)
         latest = checkpoint.find(config.checkpoint, config.notes)
@@ -119,7 +119,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     described = path
     if in_memory and latest:  # of the same model
         with suppress(Refusal):
-            described = glanced(latest)
+            described = unchecked(latest)
     tokenizer, vocab_size = together(lambda: vocabulary(described, tokenizer, config))
     data = config.data
     of_all_ranks = data.micro_batch_size * data_parallel_size(config, dist.get_world_size())
@@ -327,7 +327,7 @@ def describe(job: Job) -> Iterator[str]:
         f"layers {config.model.transformer_impl}"
     )
     if config.model.experimental_attention_variant or config.model.is_hybrid_model:
-        yield f"layers with a state: kernel {config.attention.linear_attention_kernel}"
+        yield f"linear-attention and SSM layers: kernel {config.attention.linear_attention_kernel}"
     yield from describe_layers(config)
     yield (
         f"{config.model.num_layers} layers, hidden size {config.model.hidden_size}, "

@@ -18,7 +18,7 @@ from megatron.training.arguments.argv import flat, options, take_ranks
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.schedule import AnotherStage
+from megatron.training.arguments.schedule import StageEnded
 from megatron.training.arguments.suggest import fixed
 from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Fix, Refusal, one_line
@@ -134,7 +134,7 @@ def run(
     while True:
         try:
             return _run(config, work, saves_memory, advise)
-        except AnotherStage as stage:
+        except StageEnded as stage:
             after = stage.iteration
         from megatron.training.setup import free_memory
 
@@ -165,7 +165,7 @@ def _run(config: Config, work: Work | None, saves_memory: str, advise: Callable[
     beats, goes_on = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes), False
     try:
         return (work or train)(config, runtime, beats)
-    except AnotherStage:
+    except StageEnded:
         goes_on = True
         raise
     except DataError as error:
@@ -250,7 +250,7 @@ def _train(job: Job, stopper: Stopper, beats: Heartbeat | None, started: float) 
         if stopper.stopped:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         if saved and not stopper.stopped and config.stage is not None and job.iterations < config.run.train_iters:
-            raise AnotherStage(job.progress.iteration)
+            raise StageEnded(job.progress.iteration)
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
         ranks = not_finite(error, beats, runtime.grid.pipeline.size)

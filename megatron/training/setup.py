@@ -225,7 +225,7 @@ def _kernel(config: Config, device: torch.device, mask: Mask) -> str:
 
 
 def _linear_kernel(config: Config, device: torch.device) -> str:
-    """The kernels of layers with a state.
+    """The kernels of linear-attention and SSM layers.
 
     Raises:
         Refusal: those that the command names cannot run.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.checkpoint.checksums import list_files
-from megatron.training.checkpoint.megatron_lm.checked import COMMON, examine, glance
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, examine, open_unchecked
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, INTEGRITY, Damaged
 from megatron.training.checkpoint.megatron_lm.places import place_of_state, run_of
 from megatron.training.refusal import Refusal
@@ -113,24 +113,24 @@ def test_a_checkpoint_of_core_0_19_is_read_at_a_glance(folder, change):
     change(path)
     checked = examine(path)
     assert not checked.unchecked and COMMON not in checked.files
-    for one in (checked, glance(path, COMMON)):
+    for one in (checked, open_unchecked(path, COMMON)):
         assert one.common()["iteration"] == 2 and one.common()["args"].num_layers == 2
     assert run_of(path) == ""
     with pytest.raises(Refusal, match=r"__1_0\.distcp: it is not in"):
-        glance(path, COMMON).file("__1_0.distcp")
+        open_unchecked(path, COMMON).file("__1_0.distcp")
 
 
 def test_a_listed_checkpoint_of_core_0_19_shows_damage(folder):
     path = folder / "iter_0000002"
     list_files(path)
     flip(path / "__1_0.distcp", 9000)
-    assert glance(path, COMMON).common()["iteration"] == 2
+    assert open_unchecked(path, COMMON).common()["iteration"] == 2
     with pytest.raises(Damaged, match="CRC-32 differs"):
         examine(path)
     name, offset, length = place_of_state(path)
     flip(path / name, offset + length // 2)
     with pytest.raises(Refusal, match="is not what was written"):
-        glance(path, COMMON)
+        open_unchecked(path, COMMON)
     assert (path / CHECKSUMS).exists()
 
 

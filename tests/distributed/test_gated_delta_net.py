@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state (Gated DeltaNet): losses and all gradients do not depend on the grid."""
+"""Linear-attention layers (Gated DeltaNet): losses and all gradients do not depend on the grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
     "--experimental-attention-variant gated_delta_net"
 )
-# Three layers with a state, one with a window and one with full attention; all gates of Qwen3-Next.
+# Three linear-attention layers, one with a window and one with full attention; all gates of Qwen3-Next.
 HYBRID = (
     f"--num-layers 5 {SIZES} --linear-attention-freq [1,0,1,1,0] --window-size 11,0 "
     "--window-attn-skip-freq [0,1,0,0,0] "

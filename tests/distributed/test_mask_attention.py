@@ -16,7 +16,7 @@ from megatron.context_parallel.attention import ring_plan
 from megatron.context_parallel.attention.kernels.triton_kernels import triton_call, triton_tiles
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import TritonKernel
 from megatron.context_parallel.fpdt.host_store import Offload
-from megatron.context_parallel.layout.documents import deal
+from megatron.context_parallel.layout.documents import balance_documents
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Band
 from megatron.context_parallel.positions.alibi import alibi_slopes
@@ -266,10 +266,10 @@ def test_only_the_first_chunked_layer_on_a_ring_derives_its_plan(pool, mask):
 
 
 def compare_dealt(ends, ulysses, ring, chunks, grid):
-    """Documents dealt over the ring, as ``--context-parallel-balance documents`` does."""
+    """Documents balanced_spans over the ring, as ``--context-parallel-balance documents`` does."""
     mask = cp.Documents(ends)
     layout = make_layout((ulysses, ring, 1, "documents", chunks), ends, grid)
-    assert layout.ring_spans(layout.grid.ring.rank) == deal(ends, ring)[layout.grid.ring.rank]
+    assert layout.ring_spans(layout.grid.ring.rank) == balance_documents(ends, ring)[layout.grid.ring.rank]
     q, k, v, dout = inputs(4, 2, 1)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = dense(*whole, mask)

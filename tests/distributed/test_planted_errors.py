@@ -210,7 +210,7 @@ PLANTED: dict[str, tuple[int, str, str, Change]] = {
         marked("router.weight", sequence_parallel=False)),
     "an adapter's gradient is not summed over TP": (2, LORA, SP,
         marked("linear_qkv.lora_a", sequence_parallel=False)),
-    "the norm of a layer with a state is not summed over TP": (2, GATED, SP,
+    "the norm of a linear-attention or SSM layer is not summed over TP": (2, GATED, SP,
         replaced(gated_delta_net, "copy_to_tensor_model_parallel_region", untouched)),
     "the gradient of latents is not summed over the heads of TP": (2, LATENTS, T2,
         replaced(latent_attention, "copy_to_tensor_model_parallel_region", untouched)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on layers with a state: no grid changes losses or gradients; checkpoints, merged weights, PEFT's folder."""
+"""LoRA on linear-attention and SSM layers: no grid changes losses; checkpoints, merged weights, PEFT's folder."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def sent_bytes(workload: Workload, strategy: Strategy, itemsize: int = 2, *, sta
 
 
 def _states(workload: Workload, strategy: Strategy, itemsize: int, stage: int) -> dict[str, int]:
-    """Of layers with a state: rows of the convolution, maps or states, all-to-alls over heads, sums of the norm."""
+    """Of linear-attention and SSM layers: rows of the convolution, maps or states, all-to-alls, sums of the norm."""
     linear = workload.shape.linear
     held = rank_parameters(workload.shape, strategy, stage)
     if linear is None:

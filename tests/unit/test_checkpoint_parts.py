@@ -32,7 +32,7 @@ from megatron.training.checkpoint.converting.lazy_save import empty_extra_states
 from megatron.training.checkpoint.megatron_lm import load_torch_dist, megatron_args
 from megatron.training.checkpoint.sharded_state import (
     PARTITIONED,
-    Places,
+    ShardPlaces,
     _cut,
     _load_groups,
     boxes,
@@ -324,7 +324,7 @@ def test_buffers_beside_the_weights_are_loaded() -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     counts = torch.zeros(3)
-    places = Places({}, [object(), ShardedTensor.from_rank_offsets("counts", counts)])
+    places = ShardPlaces({}, [object(), ShardedTensor.from_rank_offsets("counts", counts)])
     load_weights({"other 1": torch.arange(3.0)}, places)
     assert counts.tolist() == [0.0, 1.0, 2.0]
 

@@ -175,7 +175,7 @@ def derived(monkeypatch):
     """The names of the functions that were called to derive a plan."""
     called = []
     for module, name in [(ring_plan, "tiles"), (ring_plan, "_plan"), (ring_plan, "reach"), (triton_tiles, "_walk"),
-                         (sequence_layout, "deal")]:  # fmt: skip
+                         (sequence_layout, "balance_documents")]:  # fmt: skip
         work = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, w=work, n=name, **more: called.append(n) or w(*args, **more))
     return called

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state: their settings, what is refused, and closed forms."""
+"""Linear-attention and SSM layers: their settings, what is refused, and closed forms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(flags: str, world: int = 1) -> Config:
     "flags, message",
     [
         (VARIANT, "needs --linear-attention-freq"),
-        (f"{VARIANT} --linear-attention-freq 1", "leaves no layer with a state"),
+        (f"{VARIANT} --linear-attention-freq 1", "leaves no linear-attention layer"),
         (f"{VARIANT} --linear-attention-freq 0", "--linear-attention-freq 0 must be at least 1"),
         (f"{VARIANT} --linear-attention-freq [1,0]", "--linear-attention-freq with 2 layers does not fit"),
         (f"{GDN} --linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of"),

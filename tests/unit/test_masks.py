@@ -22,7 +22,7 @@ from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.documents import (
     UNEVEN,
     Samples,
-    deal,
+    balance_documents,
     document_ends,
     document_rows,
     passed_on,
@@ -142,7 +142,7 @@ def random_mask(draw: random.Random, length: int):
 
 
 def test_the_work_stays_the_same_in_later_versions():
-    """Tiles, plans and dealt documents decide the order of sums. So a run that is continued with another version of
+    """Tiles, plans and balanced documents decide the order of sums. So a run that is continued with another version of
     this program computes the same bits. If a change of them is wanted, write the new numbers here."""
     draw, found = random.Random(0), {"tiles": 0, "documents": 0, "plans": 0}
     for length in (32, 160, 500):
@@ -154,7 +154,7 @@ def test_the_work_stays_the_same_in_later_versions():
         for number in range(25):
             length = ranks * draw.randint(1, 40 if number % 2 else 400)
             ends = (*sorted(draw.sample(range(1, length), draw.randint(0, min(length - 1, 12)))), length)
-            found["documents"] = zlib.crc32(repr(deal(ends, ranks)).encode(), found["documents"])
+            found["documents"] = zlib.crc32(repr(balance_documents(ends, ranks)).encode(), found["documents"])
             layout = cp.SequenceLayout(length, abstract_grid(ring=ranks), "documents", document_ends=ends)
             plan = attention_plan(layout, draw.choice((cp.Documents(ends), cp.Window(length // 5))))
             hops = [replace(hop, tiles=()) for rank in (0, ranks - 1) for hop in plan.ring(rank=rank).hops]
@@ -201,7 +201,7 @@ def test_documents_are_distributed_evenly(seed):
 def test_distributing_documents_loses_no_token(ranks, share, cuts):
     length = ranks * share
     ends = (*sorted({cut % length for cut in cuts} - {0}), length)
-    parts = deal(ends, ranks)
+    parts = balance_documents(ends, ranks)
     assert [sum(stop - start for start, stop in part) for part in parts] == [share] * ranks
     assert sorted(p for part in parts for span in part for p in range(*span)) == list(range(length))
     assert UNEVEN < 0.05
@@ -223,7 +223,7 @@ def test_the_smallest_block():
 def test_short_documents_are_cut_if_the_work_is_uneven_otherwise():
     ends = (8, 13, 44, 49, 60)
     work = [sum(q + 1 - max(end for end in (0, *ends) if end <= q) for span in part for q in range(*span))
-            for part in deal(ends, 4)]  # fmt: skip
+            for part in balance_documents(ends, 4)]  # fmt: skip
     assert max(work) < 1.2 * sum(work) / 4
 
 
@@ -235,7 +235,7 @@ def test_short_documents_stay_whole():
 
 
 def test_documents_stay_whole_if_the_work_is_nearly_even():
-    assert deal((320, 640, 970, 1280), 2) == (((640, 1280),), ((0, 640),))
+    assert balance_documents((320, 640, 970, 1280), 2) == (((640, 1280),), ((0, 640),))
 
 
 def test_where_documents_end():
@@ -533,7 +533,7 @@ def test_long_documents_are_dealt_first() -> None:
             for end, start in starts.items()
             if (first := max(span_first, start)) < min(stop, end)
         )
-        for spans in deal(ends, 4)
+        for spans in balance_documents(ends, 4)
     ]
     mean = sum(work) / 4
     assert max(abs(part - mean) for part in work) / mean < 0.03

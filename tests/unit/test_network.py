@@ -20,7 +20,7 @@ from megatron.platform.network import (
     FLAG,
     GLOO,
     NCCL,
-    Place,
+    NetworkView,
     Unusable,
     agree,
     check_own_gpu,
@@ -36,11 +36,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LO = {"lo": ["127.0.0.1", "::1"]}
 
 
-def node(number: int, **change) -> Place:
+def node(number: int, **change) -> NetworkView:
     """A rank on its own node: eth0 leads to the master, docker0 has the same address everywhere."""
     address = f"10.0.0.{number}"
     interfaces = {**LO, "docker0": ["172.17.0.1"], "eth0": [address, "fe80::1%eth0"]}
-    return replace(Place(f"node{number}", f"boot {number}", interfaces, "10.0.0.1", address), **change)
+    return replace(NetworkView(f"node{number}", f"boot {number}", interfaces, "10.0.0.1", address), **change)
 
 
 def test_one_node_uses_the_loopback_under_any_hostname():
@@ -123,7 +123,7 @@ def test_names_as_nccl_reads_them(value, name, takes):
     assert nccl_takes(value, name) == takes
 
 
-def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tuple[list, list[dict[str, str]]]:
+def on_all(places: list[NetworkView], store: dist.Store, seconds: float = 60.0) -> tuple[list, list[dict[str, str]]]:
     """The result of `agree` on each rank, and the variables that it sets; a rank whose place is None takes no part."""
     output: list = [None] * len(places)
     variables: list[dict[str, str]] = [{} for _ in places]
@@ -142,7 +142,7 @@ def on_all(places: list[Place], store: dist.Store, seconds: float = 60.0) -> tup
     return output, variables
 
 
-def local(number: int, **change) -> Place:
+def local(number: int, **change) -> NetworkView:
     """A node with an address of this machine, to which others can connect; see ``no_loopback``."""
     return replace(node(number, interfaces={"eth0": [f"127.0.0.{number}"]}, source=f"127.0.0.{number}"), **change)
 

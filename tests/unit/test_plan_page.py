@@ -116,7 +116,7 @@ def test_passes_of_a_hybrid_have_the_names_of_its_layers(tmp_path: Path) -> None
     assert plan.main([*words.split(), str(tmp_path / "plans.html")]) == 0
     data = data_of((tmp_path / "plans.html").read_text())
     names = {drawn["name"]: drawn["times"] for drawn in next(iter(data["layers"].values()))}
-    kinds = {" with a state": 2, " with an FFN alone": 2}  # of the last stage
+    kinds = {" of linear attention": 2, " with an FFN alone": 2}  # of the last stage
     assert {f"{name} pass of a layer{kind}": n for name in ("forward", "backward") for kind, n in kinds.items()} == {
         name: times for name, times in names.items() if "layer" in name
     }

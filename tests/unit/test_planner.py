@@ -552,7 +552,9 @@ def test_a_plan_of_a_hybrid_says_what_each_kind_of_layer_sends(
     given = [*model.split(), "--ring", "4", "--json", str(tmp_path / "plans.json")]
     assert plan_tool.main(given) == 0
     out = " ".join(capsys.readouterr().out.split())
-    found = re.search(r"neighbours ([\d.,]+) MiB for a layer with a state and ([\d.,]+) MiB for a layer with keys", out)
+    found = re.search(
+        r"neighbours ([\d.,]+) MiB for a linear-attention or SSM layer and ([\d.,]+) MiB for an attention layer", out
+    )
     states, keys = (float(number.replace(",", "")) for number in found.groups())
     assert 0 < states < keys / 10
     for row in json.loads((tmp_path / "plans.json").read_text()):

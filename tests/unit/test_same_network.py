@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint.arguments_of import glanced, shape_of, vocabulary
+from megatron.training.checkpoint.arguments_of import shape_of, unchecked, vocabulary
 from megatron.training.checkpoint.checkpoint import check_model
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.families.architectures import Described, config_json, described, family_of
@@ -241,8 +241,8 @@ def test_the_vocabulary_is_the_models(
     tokenizer = Tokenizer(kind, "T", ids, 0, list, str)
     if rows is None:
         with pytest.raises(Refusal, match=words):
-            vocabulary(glanced(path), tokenizer, config)
+            vocabulary(unchecked(path), tokenizer, config)
         return
-    limited, size = vocabulary(glanced(path) if source else None, tokenizer, config)
+    limited, size = vocabulary(unchecked(path) if source else None, tokenizer, config)
     assert (size, limited.vocab_size) == (rows, min(ids, rows))
     assert any(words in note for note in config.notes) if words else not any("ids" in note for note in config.notes)

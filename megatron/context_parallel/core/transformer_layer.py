@@ -63,7 +63,7 @@ class AttentionSettings:
         keep: layers that core recomputes keep attention's result, so that it is computed once.
         layers: rule and RoPE of each layer of the complete model, in place of ``rule`` and ``rotary``; empty: all have
             these.
-        linear_kernel: kernels of layers with a state, as in ``linear_attention``.
+        linear_kernel: kernels of linear-attention and SSM layers, as in ``linear_attention``.
     """
 
     layout: SequenceLayout

@@ -162,7 +162,9 @@ def _mamba2(
 
 def _mixer(given: Mixer | None) -> Mixer:
     if given is None:
-        raise ValueError("a layer with a state did not get the model's keyword arguments: not supported over ranks")
+        raise ValueError(
+            "a linear-attention or SSM layer did not get the model's keyword arguments: not supported over ranks"
+        )
     return given
 
 

@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def deal(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
+def balance_documents(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
     """Distribute the tokens of packed documents over ring ranks, with equally many tokens and nearly equal causal work.
 
     A document that stays on one rank needs no transfer and has large tiles. But a long one is too much work for one

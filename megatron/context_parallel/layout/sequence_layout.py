@@ -6,6 +6,7 @@ Tokens, labels, loss mask, position ids, RoPE, tiles and the data loader are all
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.layout.documents import deal
+from megatron.context_parallel.layout.documents import balance_documents
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.spans import Span, Spans, positions, positions_of
 from megatron.context_parallel.layout.tree import segment_ends
@@ -31,7 +32,7 @@ class SequenceLayout:
 
     ``zigzag`` (USP paper, algorithm 2): ring rank r of R holds blocks r and 2R-1-r of 2R, so that under a causal mask
     all ring ranks do the same work. ``contiguous``: ring rank r holds the r-th of R blocks. ``documents``: packed
-    documents are distributed so that the work is even (:func:`~megatron.context_parallel.layout.documents.deal`).
+    documents are distributed so that the work is even (``balance_documents`` in layout/documents.py).
     In each case a ring rank's part is cut over its Ulysses ranks such that the all-to-all over heads restores the
     order.
 
@@ -99,7 +100,7 @@ class SequenceLayout:
             block = self.seq_length // size
             return ((ring * block, (ring + 1) * block),)
         if self.balance == "documents":
-            return self.dealt[ring]
+            return self.balanced_spans[ring]
         block = self.seq_length // (2 * size)
         low, high = ring, 2 * size - 1 - ring
         if high == low + 1:  # the two blocks in the middle touch
@@ -107,15 +108,21 @@ class SequenceLayout:
         return ((low * block, (low + 1) * block), (high * block, (high + 1) * block))
 
     @cached_property
-    def dealt(self) -> tuple[Spans, ...]:
+    def balanced_spans(self) -> tuple[Spans, ...]:
         """For the balance "documents", the positions of each ring rank."""
-        return deal(self.document_ends or (self.seq_length,), self.grid.ring.size)
+        return balance_documents(self.document_ends or (self.seq_length,), self.grid.ring.size)
 
-    def of_documents(self, ends: tuple[int, ...], dealt: tuple[Spans, ...] = ()) -> SequenceLayout:
+    @property
+    def dealt(self) -> tuple[Spans, ...]:
+        """The former name of :attr:`balanced_spans`."""
+        warnings.warn("SequenceLayout.dealt is now balanced_spans", DeprecationWarning, stacklevel=2)
+        return self.balanced_spans
+
+    def of_documents(self, ends: tuple[int, ...], balanced_spans: tuple[Spans, ...] = ()) -> SequenceLayout:
         """The layout for a sequence of packed documents; this layout itself unless the balance depends on documents.
 
         Args:
-            dealt: its :attr:`dealt`, if it is known. Later calls for these documents return the same layout.
+            balanced_spans: of the result, if known. Later calls for these documents return the same layout.
         """
         if self.balance != "documents":
             return self
@@ -124,8 +131,8 @@ class SequenceLayout:
             if len(self._of_documents) == KEPT:
                 del self._of_documents[next(iter(self._of_documents))]  # the oldest
             self._of_documents[ends] = replace(self, document_ends=ends)
-        if dealt:
-            self._of_documents[ends].__dict__["dealt"] = dealt
+        if balanced_spans:
+            self._of_documents[ends].__dict__["balanced_spans"] = balanced_spans
         return self._of_documents[ends]
 
     @cached_property

@@ -51,7 +51,7 @@ class Tiles(Sequence[Tile]):
 
     Attributes:
         q_spans, k_spans: the global positions of each block's rows.
-        shared: what was derived from :attr:`numbers` alone. All tiles of a plan share it: chunks and hops often have
+        shared: what was derived from :attr:`table` alone. All tiles of a plan share it: chunks and hops often have
             equal rows.
     """
 
@@ -67,22 +67,22 @@ class Tiles(Sequence[Tile]):
 
     @cached_property
     def _each(self) -> tuple[Tile, ...]:
-        rows = self.numbers.tolist()
+        rows = self.table.tolist()
         return tuple(Tile((a, b), (c, d), KINDS[kind], bool(masked)) for a, b, c, d, kind, masked in rows)
 
     @cached_property
-    def numbers(self) -> np.ndarray:
+    def table(self) -> np.ndarray:
         """int64 [tiles, 6]: both ends of the queries, both ends of the keys, index of the kind in KINDS, masked."""
         each = (n for tile in self._each for n in (*tile.q, *tile.k, KINDS.index(tile.kind), tile.masked))
         return np.fromiter(each, np.int64).reshape(-1, 6)
 
     @cached_property
     def geometry(self) -> bytes:
-        """:attr:`numbers` as a key."""
-        return self.numbers.tobytes()
+        """:attr:`table` as a key."""
+        return self.table.tobytes()
 
     def __len__(self) -> int:
-        return len(self._each) if "_each" in self.__dict__ else len(self.numbers)
+        return len(self._each) if "_each" in self.__dict__ else len(self.table)
 
     def __getitem__(self, index: int) -> Tile:
         return self._each[index]
@@ -94,7 +94,7 @@ class Tiles(Sequence[Tile]):
         return isinstance(other, Sequence) and self._each == tuple(other)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("numbers", "q_spans", "k_spans", "shared")}
+        return {name: getattr(self, name) for name in ("table", "q_spans", "k_spans", "shared")}
 
     def q_at(self, tile: Tile) -> Spans:
         """The global positions of a tile's query rows."""
@@ -107,12 +107,12 @@ class Tiles(Sequence[Tile]):
     @cached_property
     def masked(self) -> bool:
         """Whether some tile is masked."""
-        return bool(self.numbers[:, 5].any())
+        return bool(self.table[:, 5].any())
 
     @cached_property
     def pairs(self) -> int:
         """(query, key) pairs of all tiles."""
-        q0, q1, k0, k1, kind, _ = self.numbers.T
+        q0, q1, k0, k1, kind, _ = self.table.T
         rows = q1 - q0
         return int(np.where(kind == KINDS.index("full"), rows * (k1 - k0), rows * (rows + 1) // 2).sum())
 

@@ -76,7 +76,7 @@ def cut_at_forks(spans: Spans, ends: Ends) -> Spans:
 
 
 @dataclass(frozen=True)
-class Place:
+class HeldSpan:
     """A span of the sequence: the rank that holds it, and its number among the rank's spans.
 
     Attributes:
@@ -98,10 +98,10 @@ class Place:
 class SpanOrder:
     """All ranks' spans, in the order of positions."""
 
-    places: tuple[Place, ...]
+    places: tuple[HeldSpan, ...]
     ranks: int
 
-    def of(self, rank: int) -> list[Place]:
+    def of(self, rank: int) -> list[HeldSpan]:
         """A rank's spans in its local order."""
         return sorted((place for place in self.places if place.rank == rank), key=lambda place: place.index)
 
@@ -146,7 +146,8 @@ def span_order(layout: SequenceLayout, ends: Ends, by_heads: bool) -> SpanOrder:
     before = [None if span[0] in fresh else ending[parents.get(span[0], span[0])] for span, _, _ in lying]
     handing = set(before)
     places = (
-        Place(rank, index, span, before[number], number in handing) for number, (span, rank, index) in enumerate(lying)
+        HeldSpan(rank, index, span, before[number], number in handing)
+        for number, (span, rank, index) in enumerate(lying)
     )
     return SpanOrder(tuple(places), len(held))
 
@@ -207,10 +208,10 @@ def _add(totals: dict[int, Tensor], number: int, grad: Tensor) -> None:
 
 
 def _gathered(
-    sending: Sequence[Place], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, columns: int
-) -> dict[Place, Tensor]:
+    sending: Sequence[HeldSpan], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, columns: int
+) -> dict[HeldSpan, Tensor]:
     """The maps of the places ``sending`` of all ranks; every rank of the axis calls this."""
-    by_rank: list[list[Place]] = [[] for _ in range(axis.size)]
+    by_rank: list[list[HeldSpan]] = [[] for _ in range(axis.size)]
     for place in sending:
         by_rank[place.rank].append(place)
     slots = max(map(len, by_rank))
@@ -228,7 +229,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def _relayed(
-    places: Sequence[Place], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, step: Step
+    places: Sequence[HeldSpan], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, step: Step
 ) -> dict[int, Tensor]:
     """The state before each place of this rank, which it gets from the rank of the place before.
 
@@ -250,7 +251,7 @@ def _relayed(
 
 
 def _relayed_back(
-    places: Sequence[Place], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, step: Step
+    places: Sequence[HeldSpan], axis: Axis, maps: Mapping[int, Tensor], empty: Tensor, step: Step
 ) -> dict[int, Tensor]:
     """The gradient of the state after each place of this rank; the messages of :func:`_relayed`, turned."""
     after, grads = {}, {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with a state (Gated DeltaNet, Mamba2): their memory, and how their states go from rank to rank."""
+"""Linear-attention and SSM layers (Gated DeltaNet, Mamba2): their memory, and how their states go from rank to rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.formulas.strategy import Shape, Strategy, Workload
 
 @dataclass(frozen=True)
 class LinearAttention(Attention):
-    """Layers with a state in place of keys and values (Gated DeltaNet, Mamba2).
+    """Linear-attention and SSM layers in place of keys and values (Gated DeltaNet, Mamba2).
 
     Attributes:
         layers: 1 for each layer that has a state, 0 for the others.
@@ -238,7 +238,7 @@ def by_heads_bytes(states: States, ulysses: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Bytes of a rank's tensors inside a layer with a state."""
+    """Bytes of a rank's tensors inside a linear-attention or SSM layer."""
 
     every: int  # what the first projection returns
     convolved: int

@@ -50,7 +50,9 @@ class Program:
     # share of the forward matrix products that backward computes again, with all operations between them
     again: float = 0.0
     gradients: int = FP32  # bytes of a number of the model's gradients, in memory and in transfers
-    states: float = 1.0  # time of the kernels between the projections of a layer with a state, over this program's
+    states: float = (
+        1.0  # time of the kernels between the projections of a linear-attention or SSM layer, over this program's
+    )
 
     def launches(self, own: float, *, backward: bool = False) -> float:
         """Launches for a pass of a layer; ``own``: the number that this program makes."""

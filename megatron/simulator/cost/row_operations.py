@@ -10,14 +10,14 @@ from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, 
 from megatron.simulator.cost.trace import Kernel, Transfer
 
 
-def entering(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
+def all_gather_tokens(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
     """The all-gather before a column-parallel layer or a row-parallel layer's gradient; ``width``: per token."""
     if strategy.tensor == 1 or not strategy.sequence_parallel:
         return ()
     return (collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * width),)
 
 
-def leaving(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
+def reduce_tokens(strategy: Strategy, width: int, tokens: float) -> tuple[Transfer, ...]:
     """The reduction after a row-parallel layer, and after a column-parallel layer's gradient."""
     if strategy.tensor == 1:
         return ()
@@ -61,10 +61,10 @@ class Rows:
         return memory("activation", size, backward=backward)
 
     def enter(self) -> list[Segment]:
-        return self.send(*entering(self.strategy, self.shape.hidden, self.tokens))
+        return self.send(*all_gather_tokens(self.strategy, self.shape.hidden, self.tokens))
 
     def leave(self) -> list[Segment]:
-        transfers = leaving(self.strategy, self.shape.hidden, self.tokens)
+        transfers = reduce_tokens(self.strategy, self.shape.hidden, self.tokens)
         return [*self.send(*transfers), self.run(self.memory("residual", 3 * BF16 * self.shape.hidden))]
 
     def out(self, width: int) -> list[Segment]:
@@ -93,8 +93,8 @@ class Rows:
         into, tokens, count = into or self.shape.hidden, self.tokens, self.count
         dgrad = gemm(name + "_dgrad", tokens, into, width, backward=True)
         return [
-            Segment((dgrad,), entering(self.strategy, into, tokens), count=count),
-            Segment(self.weight_grad(name, width, into), leaving(self.strategy, into, tokens), count=count),
+            Segment((dgrad,), all_gather_tokens(self.strategy, into, tokens), count=count),
+            Segment(self.weight_grad(name, width, into), reduce_tokens(self.strategy, into, tokens), count=count),
         ]
 
     def row_grad(self, name: str, width: int) -> list[Segment]:

@@ -21,7 +21,7 @@ from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Axis, Group, Shape, Strategy, Workload
 from megatron.simulator.cost.layer_operations import layer, spread_evenly
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
-from megatron.simulator.cost.row_operations import entering, leaving
+from megatron.simulator.cost.row_operations import all_gather_tokens, reduce_tokens
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
 
 # --- embedding; final norm, output layer and cross-entropy over a vocabulary that TP splits ---
@@ -37,7 +37,7 @@ LOSS_SUMS = 3  # numbers per token that it reduces over TP: largest logit, label
 def embedding(shape: Shape, strategy: Strategy, tokens: int) -> list[Segment]:
     """Forward pass of the embedding for ``tokens`` of a TP group."""
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden)
-    return [Segment((lookup,)), Segment((), leaving(strategy, shape.hidden, tokens))]
+    return [Segment((lookup,)), Segment((), reduce_tokens(strategy, shape.hidden, tokens))]
 
 
 def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 1) -> list[Segment]:
@@ -47,7 +47,7 @@ def embedding_grad(shape: Shape, strategy: Strategy, tokens: int, pieces: int = 
     if strategy.zero > 1 and strategy.fused:
         each = BF16 if pieces == 1 else each + 2 * BF16  # FSDP casts the first gradient up and the sum down
     lookup = memory("embedding", 2 * BF16 * tokens * shape.hidden + each * table, backward=True)
-    return [Segment((), entering(strategy, shape.hidden, tokens)), Segment((lookup,))]
+    return [Segment((), all_gather_tokens(strategy, shape.hidden, tokens)), Segment((lookup,))]
 
 
 def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Segment]:
@@ -58,7 +58,7 @@ def loss(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> list[Seg
     sums = (collective("all_reduce", "tp", strategy.group("tp"), FP32 * rows, count=LOSS_SUMS),)
     return [
         Segment((memory("norm", 2 * BF16 * tokens // strategy.tensor * shape.hidden),)),
-        Segment((), entering(strategy, shape.hidden, tokens / groups), count=groups),
+        Segment((), all_gather_tokens(strategy, shape.hidden, tokens / groups), count=groups),
         Segment((gemm("logits", rows, vocab, shape.hidden), entropy), count=pieces),
         Segment((), sums if strategy.tensor > 1 else (), count=pieces),
     ]
@@ -76,7 +76,7 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
     dgrad = gemm("logits_dgrad", together, shape.hidden, vocab, backward=True)
     wgrad = gemm("logits_wgrad", vocab, shape.hidden, together, backward=True)
     sums = memory("main_grad", (BF16 + 2 * FP32) * vocab * shape.hidden, backward=True)
-    leave = leaving(strategy, shape.hidden, together)
+    leave = reduce_tokens(strategy, shape.hidden, together)
     wide = replace(wgrad, bytes=wgrad.bytes + (2 * FP32 - BF16) * vocab * shape.hidden)  # adds to a sum
     if chunks:
         # The sum is scaled: with FSDP in place and then cast down, otherwise while it is added to the main gradient.
@@ -90,7 +90,7 @@ def loss_grad(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> lis
             Segment((memory("main_grad", summed, backward=True),) if summed else ()),
         ]
     added = ((wide,) if strategy.zero < 2 else (wgrad,)) if strategy.fused else (wgrad, sums)
-    return [Segment((entropy, dgrad), entering(strategy, shape.hidden, rows)), Segment(added, leave)]
+    return [Segment((entropy, dgrad), all_gather_tokens(strategy, shape.hidden, rows)), Segment(added, leave)]
 
 
 def _groups(shape: Shape, strategy: Strategy, tokens: int, chunks: int) -> int:

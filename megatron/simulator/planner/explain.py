@@ -155,11 +155,11 @@ def _states(plan: Plan, problem: Problem) -> str:
     workload, s, linear = problem.workload, plan.strategy, problem.workload.shape.linear
     states = states_of(workload, s, BF16)
     kinds = workload.shape.pattern or "".join("*M"[state] for state in linear.layers)
-    places = {name: kinds.find(kind) for name, kind in (("a state", "M"), ("keys", "*"))}
+    places = {"a linear-attention or SSM": kinds.find("M"), "an attention": kinds.find("*")}
     sent = {name: _sent(workload, s, place) for name, place in places.items() if place >= 0}
     how = "go from rank to rank" if states.relay else "are gathered as maps of spans"
     how += " after an all-to-all over heads" * states.by_heads
-    shown = " and ".join(f"{size / 2**20:,.1f} MiB for a layer with {name}" for name, size in sent.items())
+    shown = " and ".join(f"{size / 2**20:,.1f} MiB for {name} layer" for name, size in sent.items())
     return f"Forward, a rank sends its context neighbours {shown}; states {how}."
 
 

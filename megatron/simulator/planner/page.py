@@ -203,7 +203,7 @@ def _name(work: Workload, workload: Workload) -> str:
     """What distinguishes layers of this kind from the others."""
     shape, names = work.shape, []
     if workload.shape.mixed:
-        names += ["with a state" if shape.linear else "with keys"] if shape.mixes else ["with an FFN alone"]
+        names += ["of linear attention" if shape.linear else "of attention"] if shape.mixes else ["with an FFN alone"]
     if workload.shape.mixture and shape.has_ffn:
         names.append("with experts" if shape.mixture else "without experts")
     if workload.whole:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.checkpoint.checkpoint_folder import checkpoints_before
-from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, glance
+from megatron.training.checkpoint.megatron_lm.checked import COMMON, Checked, open_unchecked
 from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of, namespace, settings_of
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.data.tokenizer import Tokenizer, check_vocab
@@ -42,7 +42,7 @@ def shape_of(folder: str | Path, step: int | None = None, skip: bool = False) ->
         return None
     known = {field.name for field in fields(ModelConfig)} - set(names_with(ModelConfig, "loaded", NEVER))
     if is_hugging_face(path):
-        file = glance(path, "config.json").file("config.json")
+        file = open_unchecked(path, "config.json").file("config.json")
         model = architectures.described(llama_settings.read_config(file), file)
         return {name: value for name, value in asdict(model.settings).items() if name in known} | model.attention
     checked = _first_readable(path, skip)
@@ -81,7 +81,7 @@ def held_out_data(path: Path) -> dict[str, Any]:
     """
     if is_hugging_face(path):
         return {}
-    data = (glance(path, COMMON).common().get("config") or {}).get("data") or {}
+    data = (open_unchecked(path, COMMON).common().get("config") or {}).get("data") or {}
     plain = {"split": str, "mock_data": bool, "sft": bool}
     settings = {name: value for name, kind in plain.items() if isinstance(value := data.get(name), kind) and value}
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
@@ -145,19 +145,19 @@ def _vocabulary_in(path: Checked) -> tuple[int | None, int | None]:
     return rows, rows if ids is None else ids + (kind == "NullTokenizer")  # it adds an id to --vocab-size
 
 
-def glanced(path: Path) -> Checked:
+def unchecked(path: Path) -> Checked:
     """A checkpoint of which only the settings were checked. Raises Refusal if they cannot be read."""
-    return glance(path, "config.json" if is_hugging_face(path) else COMMON)
+    return open_unchecked(path, "config.json" if is_hugging_face(path) else COMMON)
 
 
 def _first_readable(path: Path, skip: bool) -> Checked:
     """``path``; if its settings are damaged and ``skip`` is set, the next older checkpoint with undamaged settings."""
     try:
-        return glance(path, COMMON)
+        return open_unchecked(path, COMMON)
     except Refusal:
         number = path.name.removeprefix("iter_")
         if skip and number.isdigit():
             for _, older in checkpoints_before(path.parent, int(number)):
                 with suppress(Refusal):
-                    return glance(older, COMMON)
+                    return open_unchecked(older, COMMON)
         raise

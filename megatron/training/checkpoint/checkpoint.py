@@ -39,7 +39,7 @@ from megatron.training.checkpoint.run_state import Progress, load_schedule, rand
 from megatron.training.checkpoint.save_job import Save
 from megatron.training.checkpoint.sharded_state import (
     METADATA,
-    Places,
+    ShardPlaces,
     elements_of_shard,
     find_places,
     load_optimizer,
@@ -377,7 +377,7 @@ def _state(
     return state
 
 
-def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[Places]:
+def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, config: Config) -> list[ShardPlaces]:
     """Where each parameter lies in the checkpoint; with ZeRO 1, where this rank's optimizer shard of it lies."""
     shard = None
     if config.parallel.zero_stage == 1:
@@ -387,7 +387,7 @@ def _places(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, co
     return [find_places(unwrap(chunk), shard) for chunk in chunks]
 
 
-def _weights_under_fsdp(places: Places, with_optimizer: bool, new: Sequence[Callable[[str], bool]]) -> Places:
+def _weights_under_fsdp(places: ShardPlaces, with_optimizer: bool, new: Sequence[Callable[[str], bool]]) -> ShardPlaces:
     """The parameters whose weights are read under FSDP. The optimizer, if it is read, has those of trained ones."""
     if with_optimizer:
         return places.only(lambda parameter, _: not parameter.requires_grad)

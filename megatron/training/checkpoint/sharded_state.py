@@ -57,20 +57,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Places:
+class ShardPlaces:
     """Where the parameters of a model chunk lie in a checkpoint."""
 
     pieces: dict[nn.Parameter, list[Piece]]
     others: list[Any]  # what core saves in addition to parameters, buffers among them
 
-    def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> Places:
+    def only(self, wanted: Callable[[nn.Parameter, str], bool]) -> ShardPlaces:
         """The places of the parameters for which ``wanted(parameter, key)`` is true, and of the buffers."""
         names = {parameter: pieces[0].place.key if pieces else "" for parameter, pieces in self.pieces.items()}
         pieces = {key: pieces for key, pieces in self.pieces.items() if wanted(key, names[key])}
-        return Places(pieces, [other for other in self.others if isinstance(other, ShardedTensor)])
+        return ShardPlaces(pieces, [other for other in self.others if isinstance(other, ShardedTensor)])
 
 
-def find_places(chunk: nn.Module, shard_of: Callable[[nn.Parameter], Range] | None = None) -> Places:
+def find_places(chunk: nn.Module, shard_of: Callable[[nn.Parameter], Range] | None = None) -> ShardPlaces:
     """Ask core where it would save complete parameters, and reduce its blocks to the elements of this rank's shards.
 
     Args:
@@ -89,7 +89,7 @@ def find_places(chunk: nn.Module, shard_of: Callable[[nn.Parameter], Range] | No
         else:
             replicated = shard_of is None and not isinstance(owner, DTensor)
             pieces[owner] += _cut(block, (shard_of or local_elements)(owner), replicated)
-    return Places(pieces, others)
+    return ShardPlaces(pieces, others)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> 
     return shard.start, shard.size
 
 
-def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
+def weights_state(places: ShardPlaces, dtype: torch.dtype) -> dict[str, Any]:
     """The weights under FSDP, in the compute dtype as the other ZeRO stages save them."""
     state: dict[str, Any] = {f"other {index}": other for index, other in enumerate(places.others)}
     for number, (parameter, pieces) in enumerate(places.pieces.items()):
@@ -191,7 +191,7 @@ def weights_state(places: Places, dtype: torch.dtype) -> dict[str, Any]:
     return state
 
 
-def load_weights(loaded: dict[str, Any], places: Places) -> None:
+def load_weights(loaded: dict[str, Any], places: ShardPlaces) -> None:
     """Copy the values loaded for :func:`weights_state` into the parameters and buffers."""
     for index, other in enumerate(places.others):
         if isinstance(other, ShardedTensor):
@@ -201,7 +201,7 @@ def load_weights(loaded: dict[str, Any], places: Places) -> None:
             piece.put(loaded[f"{number}"][f"{index}"], parameter)
 
 
-def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[Places], *, loading: bool) -> dict[str, Any]:
+def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[ShardPlaces], *, loading: bool) -> dict[str, Any]:
     """Main weights and states of an optimizer of any ZeRO stage, as core's distributed optimizer saves them.
 
     Position embeddings that are split over CP have a second optimizer in core's chain. Groups and step are equal in
@@ -246,7 +246,7 @@ def make_states(optimizer: MegatronOptimizer) -> None:
             part.init_state_fn(part.optimizer, part.config)
 
 
-def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[Places]) -> None:
+def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[ShardPlaces]) -> None:
     """Copy the values loaded for :func:`optimizer_state` into the optimizer.
 
     Raises:
@@ -291,7 +291,7 @@ def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Megatro
     return main if getattr(parameter, "allreduce", True) else positions
 
 
-def _parameters(places: Iterable[Places]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:
+def _parameters(places: Iterable[ShardPlaces]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:
     """The parameters that the optimizer has: all but frozen ones."""
     for of_chunk in places:
         yield from ((parameter, pieces) for parameter, pieces in of_chunk.pieces.items() if parameter.requires_grad)

@@ -60,7 +60,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvalPlan:
     """The tasks of a run; see :func:`make_plan`."""
 
     tasks: list[str]
@@ -91,7 +91,7 @@ class Plan:
         return MAKERS[spec.task](self.words, random, spec.length, spec.depth), random
 
 
-def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
+def make_plan(config: Config, tokenizer: Tokenizer) -> EvalPlan:
     """The plan of a completed configuration.
 
     Raises:
@@ -100,7 +100,7 @@ def make_plan(config: Config, tokenizer: Tokenizer) -> Plan:
     settings = config.evaluation
     tasks = list(settings.eval_tasks or ())
     made = [task for task in tasks if task in GENERATED]
-    plan = Plan(
+    plan = EvalPlan(
         tasks,
         config.run.seed,
         tokenizer.end_for("an evaluation"),
@@ -147,7 +147,7 @@ def answers_in(path: str, config: Config, tokenizer: Tokenizer) -> Iterator[Answ
         yield Answer(path, int(row), name, Sample(ids, np.asarray(store.spoken[span])))
 
 
-def _fits(plan: Plan, specs: list[Spec]) -> bool:
+def _fits(plan: EvalPlan, specs: list[Spec]) -> bool:
     try:
         for spec in specs:
             plan.check(spec)
@@ -156,7 +156,7 @@ def _fits(plan: Plan, specs: list[Spec]) -> bool:
     return True
 
 
-def check_held_out(plan: Plan, dataset: Dataset | None, device: torch.device) -> None:
+def check_held_out(plan: EvalPlan, dataset: Dataset | None, device: torch.device) -> None:
     """Refuse loss-by-position if no rank has held-out samples. All ranks call it.
 
     Args:

@@ -16,7 +16,7 @@ from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.evaluation.eval_plan import Plan, check_held_out, make_plan
+from megatron.training.evaluation.eval_plan import EvalPlan, check_held_out, make_plan
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype
@@ -25,14 +25,14 @@ from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
 
-def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[Plan, list[nn.Module], Dataset | None]:
+def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[EvalPlan, list[nn.Module], Dataset | None]:
     """The plan, the model with a checkpoint's weights, and held-out samples if this rank reads them.
 
     Raises:
         Refusal: on every rank; the flags, the checkpoint or the data cannot be evaluated.
     """
 
-    def read_inputs() -> tuple[Any, Tokenizer, Plan]:
+    def read_inputs() -> tuple[Any, Tokenizer, EvalPlan]:
         if not config.evaluation.eval_tasks:
             raise Refusal("missing: --eval-tasks, for example --eval-tasks needle loss-by-position")
         if config.checkpoint.save:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.data.batches import Batch, micro_batches
-from megatron.training.evaluation.eval_plan import Plan
+from megatron.training.evaluation.eval_plan import EvalPlan
 from megatron.training.evaluation.samples import MakeRow, micro_batches_of, pack, row_of, window, windows
 from megatron.training.loss import sum_of_reports
 from megatron.training.settings.config import Config
@@ -110,7 +110,7 @@ FIRST_BUCKET = 128  # tokens; each further bucket ends at twice the position
 Result = dict[str, Any]
 
 
-def evaluate_tasks(plan: Plan, subject: Subject, dataset: Dataset | None) -> dict[str, Result]:
+def evaluate_tasks(plan: EvalPlan, subject: Subject, dataset: Dataset | None) -> dict[str, Result]:
     """Results by task, in order; the same on every rank and on every grid. All ranks call it.
 
     Args:
@@ -129,7 +129,7 @@ def evaluate_tasks(plan: Plan, subject: Subject, dataset: Dataset | None) -> dic
     return results
 
 
-def loss_by_position(plan: Plan, subject: Subject, dataset: Dataset | None) -> Result:
+def loss_by_position(plan: EvalPlan, subject: Subject, dataset: Dataset | None) -> Result:
     """Loss and hits of held-out tokens by their position in their document: 0-127, 128-255, 256-511, 512-1023, ..."""
     config, runtime = subject.config, subject.runtime
     ranks = runtime.grid.data.size
@@ -170,7 +170,7 @@ def position_bounds(length: int) -> list[int]:
     return [*bounds, length]
 
 
-def perplexity(plan: Plan, subject: Subject) -> Result:
+def perplexity(plan: EvalPlan, subject: Subject) -> Result:
     """Perplexity of text files. Each token except a file's first is scored once, with up to --seq-length before it."""
     config = subject.config
     length = config.data.seq_length
@@ -189,7 +189,7 @@ def perplexity(plan: Plan, subject: Subject) -> Result:
     return {"files": files, **_means(sums.sum(0).tolist())}
 
 
-def scores_of_answers(plan: Plan, subject: Subject) -> Result:
+def scores_of_answers(plan: EvalPlan, subject: Subject) -> Result:
     """Of each conversation its reward, or the log-probability of the assistant's tokens; and means."""
     config, found = subject.config, plan.answers
     data, rewards = config.data, config.model.reward_model
@@ -215,7 +215,7 @@ def scores_of_answers(plan: Plan, subject: Subject) -> Result:
     return {"rows": scored, "means": means}
 
 
-def answers(plan: Plan, subject: Subject, task: str) -> Result:
+def answers(plan: EvalPlan, subject: Subject, task: str) -> Result:
     """Share of right answers in synthetic samples by length, for needles also by depth."""
     config, runtime, specs = subject.config, subject.runtime, plan.specs[task]
     length = config.data.seq_length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next: layers with a state and layers with gated attention, and experts with one that all tokens go to.
+"""Qwen3-Next: linear-attention layers and layers with gated attention, and experts with one that all tokens go to.
 
 Source in transformers: models/qwen3_next. Its files order the rows of a state's projections by key head; ours, as
 Megatron-LM's, have all queries, then all keys, and so on.

@@ -34,16 +34,16 @@ from megatron.platform.streams import to_device
 
 
 @dataclass(frozen=True)
-class Numbers:
+class PlanTables:
     """What a loader's process sends of a plan; a class of its own, so that the loader does not look inside.
 
     Attributes:
-        dealt: what each rank got of the documents; empty if the layout does not deal them.
+        balanced_spans: what each rank got of the documents; empty if the layout does not balance_documents them.
         answers: ``AttentionPlan.known``.
         shared: ``AttentionPlan.shared``.
     """
 
-    dealt: tuple
+    balanced_spans: tuple
     answers: dict[tuple, Any]
     shared: dict[tuple, Any]
 
@@ -66,28 +66,29 @@ class BatchPlans:
     gather_keys: bool = False
     kind: tuple | None = None
 
-    def make(self, ends: Tensor) -> list[Numbers]:
+    def make(self, ends: Tensor) -> list[PlanTables]:
         """The numbers of a batch's plans, from its ``document_ends`` [b, n]; needs no GPU and no process group."""
         rows = document_rows(ends)
         layout = self.layout.without_groups().of_documents(rows[0])
         return [self._made(layout, mask) for mask in self._masks(rows)]
 
-    def _made(self, layout: SequenceLayout, mask: Mask) -> Numbers:
+    def _made(self, layout: SequenceLayout, mask: Mask) -> PlanTables:
         plan = AttentionPlan(layout, mask)
         for tiles in complete(plan, self.gather_keys):
             for sizes in walks(tiles, *self.kind) if tiles and self.kind else ():
                 walk_numbers(tiles, sizes)
-        dealt = layout.dealt if layout.balance == "documents" else ()
+        balanced_spans = layout.balanced_spans if layout.balance == "documents" else ()
         answers = {key: value for key, value in plan.known.items() if not key[0].startswith("_")}
-        return Numbers(dealt, answers, plan.shared)
+        return PlanTables(balanced_spans, answers, plan.shared)
 
-    def receive(self, ends: Tensor, made: list[Numbers]) -> dict[Mask, AttentionPlan]:
+    def receive(self, ends: Tensor, made: list[PlanTables]) -> dict[Mask, AttentionPlan]:
         """The batch's plans by mask, for the layers, with their tables on the device."""
         rows, plans = document_rows(ends), {}
-        for mask, numbers in zip(self._masks(rows), made, strict=True):
-            plan = plans[mask] = AttentionPlan(self.layout.of_documents(rows[0], numbers.dealt).without_groups(), mask)
-            plan.known = numbers.answers
-            plan.shared = numbers.shared | _copied(numbers.shared, self.device)
+        for mask, tables in zip(self._masks(rows), made, strict=True):
+            layout = self.layout.of_documents(rows[0], tables.balanced_spans).without_groups()
+            plan = plans[mask] = AttentionPlan(layout, mask)
+            plan.known = tables.answers
+            plan.shared = tables.shared | _copied(tables.shared, self.device)
         return plans
 
     def _masks(self, rows: list[tuple[int, ...]]) -> Iterator[Mask]:

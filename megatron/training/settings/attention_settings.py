@@ -56,8 +56,8 @@ class AttentionConfig:
     )
     linear_attention_kernel: str = flag(
         "auto",
-        "kernels of layers with a state: those of fla-core; triton: ours for Mamba2 on GPUs; blocks: these run "
-        "anywhere; auto: fla where it can run, else blocks",
+        "kernels of linear-attention and SSM layers: those of fla-core; triton: ours for Mamba2 on GPUs; blocks: these "
+        "run anywhere; auto: fla where it can run, else blocks",
         choices=LINEAR_KERNELS,
         read_with=STATES,
         stage=True,

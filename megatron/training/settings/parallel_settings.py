@@ -65,8 +65,8 @@ class ParallelConfig:
     )
     linear_attention_exchange: str = flag(
         "auto",
-        "how layers with a state exchange it: all maps are gathered, the state goes from rank to rank, or heads are "
-        "split over Ulysses; auto: the one with the fewest bytes",
+        "how linear-attention and SSM layers exchange states: maps are gathered, a state goes from rank to rank, or "
+        "heads are split over Ulysses; auto: the one with the fewest bytes",
         choices=EXCHANGES,
         read_with=STATES,
         stage=True,

@@ -178,7 +178,7 @@ class StateMixer(MegatronModule):
             ValueError: an option is not supported.
         """
         if inference_context is not None or attention_bias is not None:
-            raise ValueError("a layer with a state supports neither inference_context nor attention_bias")
+            raise ValueError("a linear-attention or SSM layer supports neither inference_context nor attention_bias")
         batch = with_packed(samples_of(attention_mask), packed_seq_params, Causal())
         projected = self.projected(hidden_states)
         if self.training and self.config.recompute_granularity == "selective":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megatron.formulas.mixtures import Dispatched, dispatched
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.operations import BF16, Segment, collective, gemm, memory
-from megatron.simulator.cost.row_operations import Rows, leaving
+from megatron.simulator.cost.row_operations import Rows, reduce_tokens
 from megatron.simulator.cost.trace import Collective, Transfer
 
 # Bytes for each score of a token: casts, the sort by score with its indices, softmax, masks and their transposes.
@@ -112,7 +112,7 @@ def _shared_expert(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segm
     rows = _of_shared_expert(shape, strategy, d)
     up = gemm("shared_up", rows.tokens, d.shared * (2 if shape.gated else 1), shape.hidden)
     down = gemm("shared_down", rows.tokens, shape.hidden, d.shared)
-    leave = rows.send(*leaving(strategy, shape.hidden, rows.tokens))
+    leave = rows.send(*reduce_tokens(strategy, shape.hidden, rows.tokens))
     return [*rows.enter(), rows.run(up, rows.activation(d.shared), down), *leave]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron.formulas.strategy import Shape
 from megatron.simulator.cost.kinds.attention_operations import mix, mix_grad, output, output_grad, rotary
 from megatron.simulator.cost.operations import BF16, Segment, collective, gemm, memory
-from megatron.simulator.cost.row_operations import Rows, entering
+from megatron.simulator.cost.row_operations import Rows, all_gather_tokens
 from megatron.simulator.cost.trace import Kernel
 
 __all__ = ["mix", "mix_grad", "output", "output_grad", "project", "project_grad"]
@@ -30,7 +30,8 @@ def project(rows: Rows) -> list[Segment]:
     segments = [rows.run(rows.norm(rows.shape.hidden))]
     for name, into, out, width in _latents(rows.shape, strategy.tensor):
         norm = (rows.norm(out),) if name.endswith("_down") else ()
-        segments += [*rows.send(*entering(strategy, into, tokens)), rows.run(gemm(name, tokens, width, into), *norm)]
+        sent = rows.send(*all_gather_tokens(strategy, into, tokens))
+        segments += [*sent, rows.run(gemm(name, tokens, width, into), *norm)]
         if norm and strategy.tensor > 1:
             segments += rows.send(collective("all_gather", "tp", strategy.group("tp"), BF16 * tokens * out))
     return [*segments, rows.run(*_joined(rows), *rotary(rows))]
@@ -46,7 +47,7 @@ def project_grad(rows: Rows) -> list[Segment]:
             if name == "kv_down" and strategy.tensor > 1:  # all heads share the rotated part
                 rotated = shape.latent.rotated
                 sums = (collective("all_reduce", "tp", strategy.group("tp"), BF16 * tokens * rotated),)
-            sent = (*entering(strategy, out - rotated, tokens), *sums)
+            sent = (*all_gather_tokens(strategy, out - rotated, tokens), *sums)
             segments.append(Segment((rows.norm(out, backward=True),), sent, count=rows.count))
         segments += rows.column_grad(name, width, into)
     return [*segments, rows.run(rows.norm(shape.hidden, backward=True))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of layers with a state (Gated DeltaNet, Mamba2).
+"""Work of linear-attention and SSM layers (Gated DeltaNet, Mamba2).
 
 What lies between the two projections: many small kernels. They were counted in dry runs of such layers on a GPU.
 """
@@ -88,7 +88,7 @@ MAMBA_MAPS = (
 
 
 def state_mixer(workload: Workload, strategy: Strategy, backward: bool = False) -> list[Segment]:
-    """Convolution, states and gated norm of a layer with a state, with what is sent."""
+    """Convolution, states and gated norm of a linear-attention or SSM layer, with what is sent."""
     states = states_of(workload, strategy, BF16)
     linear = workload.shape.linear
     counted, of_maps = (DELTA, DELTA_MAPS) if linear.delta else (MAMBA, MAMBA_MAPS)

@@ -255,7 +255,7 @@ def examine(path: Path, share: int = 0, shares: int = 1, only: Collection[str] =
         raise Damaged(str(refusal)) from None
 
 
-def glance(path: Path, name: str) -> Checked:
+def open_unchecked(path: Path, name: str) -> Checked:
     """Access to one small file of a folder, without checking the others; for callers that read only settings.
 
     Raises:
@@ -293,7 +293,7 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
         size = file_in(path, name).stat().st_size
         if size != listed.files[name].size:
             raise Damaged(f"{path / name} has {size} bytes, {listed.files[name].size} were written")
-    partly = common[1:] if only else ()  # at a glance, a file that holds the state among tensors is not read whole
+    partly = common[1:] if only else ()  # unchecked, a file that holds the state among tensors is not read whole
     for name in partly:
         check_torch_files_in(path / name, [place_of_state(path)[1:]])
     for name in names[share::shares]:

@@ -48,7 +48,7 @@ Blended = Sequence[tuple[int, float]]  # (number of documents, weight) of source
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Samples of pieces.
 
     Args:
@@ -91,7 +91,7 @@ def cut(documents: np.ndarray, lengths: np.ndarray, length: int) -> np.ndarray:
 def make_plan(
     documents: np.ndarray, lengths: np.ndarray, length: int, samples: int | None, packing: Packing, seed: int,
     blend: Blended | None = None,
-) -> Plan:  # fmt: skip
+) -> PackingPlan:  # fmt: skip
     """Samples of ``length + 1`` tokens, of documents that are shuffled in every epoch.
 
     Args:
@@ -122,7 +122,7 @@ def make_plan(
         if samples is not None and len(made) >= samples:
             break
     counts = np.fromiter(map(len, made), np.int64, len(made))
-    return Plan(np.concatenate([np.concatenate(one) for one in _grouped(made)]), np.append(0, np.cumsum(counts)))
+    return PackingPlan(np.concatenate([np.concatenate(one) for one in _grouped(made)]), np.append(0, np.cumsum(counts)))
 
 
 def _grouped(made: list[np.ndarray], size: int = 4096) -> Iterator[list[np.ndarray]]:
@@ -240,7 +240,7 @@ def _ordered(bins: list[np.ndarray], packing: Packing, draw: np.random.Generator
     return [bins[number] for batch in order for number in batch]
 
 
-def greedy_plan(documents: np.ndarray, lengths: np.ndarray, length: int) -> Plan:
+def greedy_plan(documents: np.ndarray, lengths: np.ndarray, length: int) -> PackingPlan:
     """Megatron-LM's stream as a plan, to compare with: documents in order, cut wherever a sample ends."""
     begins = np.cumsum(lengths, dtype=np.int64) - lengths
     return _cut_stream(documents, lengths, begins, np.arange((int(lengths.sum()) - 1) // length) * length, length)
@@ -248,7 +248,7 @@ def greedy_plan(documents: np.ndarray, lengths: np.ndarray, length: int) -> Plan
 
 def _cut_stream(
     documents: np.ndarray, lengths: np.ndarray, begins: np.ndarray, starts: np.ndarray, length: int
-) -> Plan:
+) -> PackingPlan:
     """Samples of ``length + 1`` tokens of a stream, each with the pieces of documents that it covers.
 
     Args:
@@ -262,13 +262,13 @@ def _cut_stream(
     place = first[owner] + np.arange(len(owner)) - at[owner]
     begin = np.maximum(starts[owner] - begins[place], 0)
     sizes = np.minimum(starts[owner] + length + 1 - begins[place], lengths[place]) - begin
-    return Plan(np.stack([documents[place], begin, sizes], 1).astype(np.int64), at)
+    return PackingPlan(np.stack([documents[place], begin, sizes], 1).astype(np.int64), at)
 
 
 def stage_plan(
     documents: np.ndarray, lengths: np.ndarray, length: int, samples: int, packing: Packing, seed: int,
     first: Sequence[int], blend: Blended | None = None,
-) -> Plan:  # fmt: skip
+) -> PackingPlan:  # fmt: skip
     """Samples of one stage of a schedule of lengths: those of :func:`stage_tokens` tokens of the stream from ``first``.
 
     ``greedy`` cuts this interval in samples and shuffles them. The others plan the documents that begin in it, in
@@ -346,7 +346,7 @@ class Cost:
     imbalance: float
 
 
-def cost_of(plan: Plan, lengths: np.ndarray, length: int, batch: int, linear: float = 0.0) -> Cost:
+def cost_of(plan: PackingPlan, lengths: np.ndarray, length: int, batch: int, linear: float = 0.0) -> Cost:
     """The cost of a plan with a sample on each of ``batch`` ranks.
 
     Args:

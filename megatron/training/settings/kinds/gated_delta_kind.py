@@ -18,23 +18,23 @@ LINEAR = of_kind("experimental_attention_variant", "gated_delta_net")
 
 @settings_of(LINEAR)
 class LinearSettings:
-    """Settings of layers with a state that --linear-attention-freq chooses."""
+    """Settings of linear-attention layers that --linear-attention-freq chooses."""
 
     linear_attention_freq: int | list[int] | None = weights(
         None,
-        "layers with a state: all but every N-th; or 1 for each of them and 0 for the others, as in ([1]*3+[0])*4",
+        "linear-attention layers: all but every N-th; or 1 for each of them and 0 for the others, as in ([1]*3+[0])*4",
         type=layer_pattern,
         core=True,
     )
-    linear_conv_kernel_dim: int = size(4, "layers with a state: tokens that the short convolution sees")
-    linear_key_head_dim: int = size(128, "layers with a state: size of a query or key head")
-    linear_value_head_dim: int = size(128, "layers with a state: size of a value head")
-    linear_num_key_heads: int = size(16, "layers with a state: number of query and key heads")
-    linear_num_value_heads: int = size(32, "layers with a state: number of value heads, a multiple of the key heads")
+    linear_conv_kernel_dim: int = size(4, "linear attention: tokens that the short convolution sees")
+    linear_key_head_dim: int = size(128, "linear attention: size of a query or key head")
+    linear_value_head_dim: int = size(128, "linear attention: size of a value head")
+    linear_num_key_heads: int = size(16, "linear attention: number of query and key heads")
+    linear_num_value_heads: int = size(32, "linear attention: number of value heads, a multiple of the key heads")
 
 
 def _check(config: Settings, _: int) -> None:
-    """Refuse layers with a state that the model, the grid or other settings do not allow."""
+    """Refuse linear-attention layers that the model, the grid or other settings do not allow."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     if not LINEAR.chosen(vars(model)):
         return
@@ -47,7 +47,7 @@ def _check(config: Settings, _: int) -> None:
     check_pattern("--linear-attention-freq", model.linear_attention_freq, model.num_layers)
     if not any(linear_layers(model)):
         raise Refusal(
-            "--linear-attention-freq", f"leaves no layer with a state: leave it out, and {FLAG} too", LEAVE_OUT
+            "--linear-attention-freq", f"leaves no linear-attention layer: leave it out, and {FLAG} too", LEAVE_OUT
         )
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     if values % keys:
@@ -69,7 +69,7 @@ def _check(config: Settings, _: int) -> None:
 
 
 def without_states(config: Settings) -> dict[str, tuple[Any, str]]:
-    """What layers with a state do not work with: by flag, whether it is given, and why."""
+    """What linear-attention and SSM layers do not work with: by flag, whether it is given, and why."""
     model, parallel, chunks = config.model, config.parallel, config.chunks
     return {
         "--sequence-parallel --fpdt": (chunks.fpdt and parallel.sequence_parallel, "chunks are not split over TP"),

@@ -21,7 +21,7 @@ def expert_layers(model: Settings) -> list[int]:
 
 
 def linear_layers(model: Settings) -> list[int]:
-    """1 for each layer with a state in place of keys and values, 0 for the others."""
+    """1 for each linear-attention or SSM layer in place of keys and values, 0 for the others."""
     frequency = model.linear_attention_freq
     if model.is_hybrid_model:
         return [int(kind == "M") for kind in hybrid_pattern(model)]

@@ -57,7 +57,7 @@ def intervals(tiles: Tiles, mask: Mask | None = None) -> Intervals | None:
     """
     if not len(tiles):
         return None
-    numbers = tiles.numbers
+    numbers = tiles.table
     (q0, _, k0, _, _, _), (_, q1, _, k1, _, _) = numbers.min(0).tolist(), numbers.max(0).tolist()
     row, start, stop = _rows(numbers[numbers[:, 5] == 0])
     masked = [_masked_rows(tiles, tile, mask) for tile in tiles if tile.masked] if tiles.masked else []

@@ -93,7 +93,7 @@ def walk_numbers(tiles: Tiles, sizes: Sizes) -> tuple[np.ndarray, np.ndarray, in
     """Blocks, ranges and pairs of a :class:`Walk`, in host memory."""
     key = tiles.geometry, sizes
     if key not in tiles.shared:
-        tiles.shared[key] = _walk(tiles.numbers, *sizes)
+        tiles.shared[key] = _walk(tiles.table, *sizes)
     return tiles.shared[key]
 
 
