@@ -190,10 +190,10 @@ def test_every_argument_of_the_installed_core_is_known():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron.context_parallel.core.spec import ContextParallelAttention
+    from megatron.context_parallel.core.core_attention import DETERMINED, ContextParallelAttention
 
     for name in ("__init__", "forward"):
-        ours = set(inspect.signature(getattr(ContextParallelAttention, name)).parameters)
+        ours = set(inspect.signature(getattr(ContextParallelAttention, name)).parameters) | DETERMINED | {"num_splits"}
         for file in ("transformer/dot_product_attention.py", "extensions/transformer_engine.py"):
             assert arguments_of(file, "DotProductAttention", name) <= ours, f"{file}: {name}"
     known = {"qkv_format", "local_cp_size", "cp_group", "max_seqlen_q", "max_seqlen_kv"}
