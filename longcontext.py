@@ -17,8 +17,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / "tools" / "plan.py").exists() else HERE / "longcontext_programs"  # a clone, or site-packages
-FIRST = ("plan", "memory", "check-script", "preprocess", "pretrain-gpt", "pretrain-llama", "convert", "evaluate",
-         "generate")  # fmt: skip
+FIRST = ("plan", "memory", "check-script", "move", "preprocess", "pretrain-gpt", "pretrain-llama", "convert",
+         "evaluate", "generate")  # fmt: skip
 SHORT = {"preprocess": "preprocess-data", "convert": "convert-hf"}
 
 

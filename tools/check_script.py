@@ -136,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
 def report(result: Launch, cwd: Path, done: Record, processes: int | None) -> bool:
     """Print what the parser says about one command; returns whether it is accepted."""
     count = processes or result.processes or grid(result.flags)
-    launcher = " ".join(Path(word).name if "/" in word else word for word in result.launcher)
+    launcher = " ".join(Path(word).name if word.startswith("/") else word for word in result.launcher)
     stated = (
         f"{count} processes" if processes or result.processes else f"number of processes unknown: checked for {count}"
     )
@@ -235,8 +235,8 @@ def report_nothing(script: Path, done: Record) -> None:
         print(f"error: {script} did not end within {SECONDS} s, and was stopped", file=sys.stderr)
     elif missing := missing_files(done):
         print(
-            f"error: {script} started no training program (its exit code is {done.returncode}); it reads {missing}: "
-            "copy it here, or set the variable that names its folder",
+            f"error: {script} reads {missing}: copy it here, or set the variable that names its folder; without it, it "
+            f"started no training program (its exit code is {done.returncode})",
             file=sys.stderr,
         )
     else:

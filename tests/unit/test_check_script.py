@@ -162,7 +162,7 @@ def test_a_file_that_only_the_cluster_has_is_named_as_the_cause(folder: Path, ca
     (folder / "reads.sh").write_text(f"DATA=/cluster/data\n{text}\n")
     done, message = check(capsys, "reads.sh")
     assert done == code and "arguments that it needs" not in message
-    assert "it reads /cluster/data/blend.txt, which does" in message.replace("the script reads", "it reads")
+    assert "reads /cluster/data/blend.txt, which does" in message
     assert "copy it here, or set the variable that names its folder" in message
 
 

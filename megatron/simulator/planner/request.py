@@ -248,7 +248,7 @@ class Request:
     def entry(self) -> str:
         """The program that trains it: ``pretrain_llama.py`` or ``pretrain_gpt.py``."""
         name = _config(self.flags, 1024).model.model
-        return "pretrain_llama.py" if name is None or name.startswith("llama") else "pretrain_gpt.py"
+        return "pretrain_llama.py" if name is None or "llama" in name.lower() else "pretrain_gpt.py"
 
     def workload(self, seq_length: int) -> Workload:
         """The workload with sequences of ``seq_length`` tokens.

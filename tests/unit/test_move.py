@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/move.py plans a launch script's run at a longer sequence and writes the changes into the script."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments.parser import parse
+from tools import check_script, move
+from tools.script_edits import edited, on_nodes
+
+SCRIPTS = Path(__file__).parent / "data" / "scripts"
+TO = "--seq-length 32K --gpus 8 --gpu H100"
+
+
+def moved(script: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    code = move.main([script, *TO.split(), *flags])
+    return code, "".join(capsys.readouterr())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(SCRIPTS, tmp_path / "folder")
+    monkeypatch.chdir(tmp_path / "folder")
+    return tmp_path / "folder"
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("S=4096\nx --seq-length $S", "S=8192\nx --seq-length $S"),
+        ('S=${S:-4096}\nx --seq-length "${S}"', 'S=${S:-8192}\nx --seq-length "${S}"'),
+        ("x --seq-length ${S:-4096} --b", "x --seq-length ${S:-8192} --b"),
+        ("S=$((4*K))\nx --seq-length $S", "S=$((4*K))\nx --seq-length 8192"),
+        ("# --seq-length 1\nx --seq-length=4096", "# --seq-length 1\nx --seq-length=8192"),
+        ("A=(\n  --seq-length $((2 * K))\n)", "A=(\n  --seq-length 8192\n)"),
+    ],
+)
+def test_a_value_is_changed_where_it_is_written(before: str, after: str):
+    assert edited(before, {"--seq-length": ["8192"]}, {"--seq-length": 1}) == after
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("x --seq-length 1 --tp 8", "x --seq-length 1 --ring 2"),
+        ("A=(\n  --seq-length 1\n  --tp 8\n)", "A=(\n  --seq-length 1\n  --ring 2\n)"),
+        ("x --seq-length 1 \\\n  --tp 8 \\\n  --b", "x --seq-length 1 \\\n  --ring 2 \\\n  --b"),
+        ('A="--switch $A"\nx --seq-length 1 $A', 'A=" $A"\nx --seq-length 1 --ring 2 $A'),
+        ('A="--tp 8"\nx --seq-length 1 $A', 'A=""\nx --seq-length 1 --ring 2 $A'),
+    ],
+)
+def test_flags_appear_and_disappear(before: str, after: str):
+    changes = {"--tp": None, "--switch": None, "--ring": ["2"]}
+    assert edited(before, changes, {"--seq-length": 1, "--tp": 1, "--switch": 0}) == after
+
+
+def test_nodes_of_a_job():
+    text = "#SBATCH --nodes=4\nN=4\ntorchrun --nnodes $N --nproc-per-node 8"
+    words = "torchrun --nnodes 4 --nproc-per-node 8".split()
+    assert on_nodes(text, words, 2, 8) == "#SBATCH --nodes=2\nN=2\ntorchrun --nnodes $N --nproc-per-node 8"
+
+
+def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureFixture[str]):
+    before = (folder / "gpt_slurm.sbatch").read_text()
+    for old, new in {"layers 48": "layers 4", "size 8192": "size 1024", "parallel-size 3": "parallel-size 1"}.items():
+        before = before.replace(old, new)
+    (folder / "gpt_slurm.sbatch").write_text(before)
+    code, text = moved("gpt_slurm.sbatch", capsys, "--no-dry-run", "--output", "moved.sbatch")
+    assert code == 0 and (folder / "gpt_slurm.sbatch").read_text() == before
+    assert "32 processes, 4K tokens a sample -> 32K on 8 x H100-80G" in text and "Plan: " in text
+    assert "USD (prices: round example numbers: use your own prices)" in text and "GPU-hours" in text
+    assert "\n-#SBATCH --nodes=4\n+#SBATCH --nodes=1\n" in text and "--seq-length 32768" in text
+    kept = [line for line in before.splitlines() if "srun" in line or "LAUNCHER" in line or "--data-path" in line]
+    result = (folder / "moved.sbatch").read_text()
+    assert all(line in result for line in kept) and str(folder) not in result
+    assert check_script.main(["moved.sbatch"]) == 0 and "(8 processes)" in capsys.readouterr().out
+
+
+def test_a_missing_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "reads.sh").write_text("set -e\nB=$(cat $DATA/blend.txt)\ntorchrun pretrain_gpt.py --num-layers 2 $B")
+    code, text = moved("reads.sh", capsys)
+    assert code == 2 and "error: reads.sh reads /blend.txt, which does not exist on this machine: copy it here" in text
+
+
+@pytest.mark.parametrize(
+    "flags, rope, expected",
+    [
+        ("--position-embedding-type rope", "yarn", {"--position-embedding-type": ["yarn"],
+                                                    "--yarn-rotary-scaling-factor": ["16"]}),
+        ("--position-embedding-type rope --kv-channels 64", "base", {"--rotary-base": ["174970"]}),
+        ("--position-embedding-type rope", "keep", {}),
+        ("--model llama3.1-8b --seq-length 8192", "yarn", {}),
+        ("--position-embedding-type yarn --yarn-rotary-scaling-factor 2", "yarn",
+         {"--yarn-rotary-scaling-factor": ["32"]}),
+    ],
+)  # fmt: skip
+def test_positions_reach_the_length(flags: str, rope: str, expected: dict[str, list[str]]):
+    sizes = "" if "--model" in flags else "--hidden-size 64 --num-attention-heads 1 --max-position-embeddings 8192 "
+    config = parse(f"{sizes}{flags} --seq-length 8192".split()[0 if "--model" not in flags else 0 :])
+    changes, words = move.positions_at(config, 8192, 131072, rope)
+    assert expected.items() <= changes.items() and words
+    assert changes["--seq-length"] == changes["--max-position-embeddings"] == ["131072"]
+    rotary = [flag for flag in changes if "yarn" in flag or "rot" in flag or "type" in flag]
+    assert bool(rotary) == bool(expected)
+
+
+@pytest.mark.lab
+def test_a_moved_scripts_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+    code, text = moved("llama_torchrun.sh", capsys, "--html", "plans.html")
+    assert code == 0 and "Plan and dry run" in text and "│ fits" in text and "+    --seq-length" not in text
+    page = (folder / "plans.html").read_text()
+    assert "GPU-hours" in page and "--mock-data" in page  # the script's own data
