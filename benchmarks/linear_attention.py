@@ -6,8 +6,9 @@
 
 At 8,192 tokens, the gated delta rule and Mamba2's: in blocks, as this program does, against transformers' form in
 blocks without a GPU's kernels (Qwen3-Next, Mamba2). The gated delta rule also against the recurrence, and Ring 2
-against one process with two threads. At 16,384 tokens a complete layer with a state against one with attention,
-without MLPs. What is compared takes turns, in new processes; CPU seconds are those of all threads and ranks together.
+against one process with two threads. At 16,384 tokens a complete linear-attention layer against one with
+attention, without MLPs. What is compared takes turns, in new processes; CPU seconds are those of all threads and ranks
+together.
 Figures are medians, and ratios those of the same round.
 """
 

@@ -238,6 +238,12 @@ def test_documents_stay_whole_if_the_work_is_nearly_even():
     assert balance_documents((320, 640, 970, 1280), 2) == (((640, 1280),), ((0, 640),))
 
 
+def test_the_former_name_of_balanced_documents_warns():
+    layout = cp.SequenceLayout(64, cp.abstract_grid(ring=2), "documents", document_ends=(32, 64))
+    with pytest.warns(DeprecationWarning, match="balanced_spans"):
+        assert layout.dealt == layout.balanced_spans
+
+
 def test_where_documents_end():
     tokens = torch.tensor([5, 9, 3, 3, 9, 9, 1])
     assert document_ends(tokens, eod=9) == (2, 5, 6, 7)

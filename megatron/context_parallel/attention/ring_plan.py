@@ -84,7 +84,7 @@ class RingPlan:
         return sum(tile.pairs for hop in self.hops for tile in hop.tiles)
 
 
-def once(method: Callable[..., Any]) -> Callable[..., Any]:
+def memoized(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator of a plan's methods: the result for each combination of arguments is kept."""
 
     @wraps(method)
@@ -113,7 +113,7 @@ class AttentionPlan:
         self.known: dict[Hashable, Any] = {}
         self.shared: dict[Hashable, Any] = {}  # of all tiles
 
-    @once
+    @memoized
     def ring(self, *, chunk: int | None = None, query_chunk: int | None = None, rank: int | None = None) -> RingPlan:
         """The hops of ring rank ``rank`` (default: this one): its queries against the keys of all ranks.
 
@@ -129,7 +129,7 @@ class AttentionPlan:
         queries, keys = _blocks(self.layout, query_chunk), _blocks(self.key_layout, chunk)
         return _plan(queries[rank], keys, self._tiles, self._paths(chunk, query_chunk), rank)
 
-    @once
+    @memoized
     def gathered(self) -> Hop:
         """One block with the keys of all ring ranks, in the order of an all-gather over the ring."""
         ring = self.layout.grid.ring
@@ -137,19 +137,19 @@ class AttentionPlan:
         computed = self._tiles(self.layout.ring_spans(ring.rank), spans)
         return Hop(ring.rank, ((0, count(spans)),), computed)
 
-    @once
+    @memoized
     def between(self, query: int, key: int, ring: int) -> Tiles:
         """The tiles between a query chunk of this rank and key chunk ``key`` of ring rank ``ring``, perhaps none."""
         spans = self.layout.chunk_spans
         return self._tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring))
 
-    @once
+    @memoized
     def met(self, query: int, key: int, ring: int) -> Tiles:
         """:meth:`between`, with key rows numbered as this rank holds them while the key chunk goes around the ring."""
         (hop,) = (hop for hop in self.ring(chunk=key).hops if hop.source == ring)
         return self.between(query, key, ring).within(hop.held)
 
-    @once
+    @memoized
     def keys_of(self, query: int) -> list[int]:
         """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
         chunks, ring = range(self.layout.chunks), self.layout.grid.ring
@@ -157,12 +157,12 @@ class AttentionPlan:
             return [key for key in chunks if self.between(query, key, 0)]
         return [key for key in chunks if self.ring(chunk=key, query_chunk=query).needed]
 
-    @once
+    @memoized
     def queries_of(self, key: int, ring: int) -> list[int]:
         """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""
         return [query for query in range(self.layout.chunks) if self.between(query, key, ring)]
 
-    @once
+    @memoized
     def last_keys(self) -> list[int]:
         """For each query chunk the last key chunk, of any ring rank, that it meets; 0 if it meets none."""
         last = [0] * self.layout.chunks
@@ -175,14 +175,14 @@ class AttentionPlan:
     def _tiles(self, queries: Spans, keys: Spans) -> Tiles:
         return tiles(queries, keys, self.mask, self.shared)
 
-    @once
+    @memoized
     def _paths(self, chunk: int | None, query_chunk: int | None) -> dict[int, list[_Path]]:
         keys = _blocks(self.key_layout, chunk)
         alone = len(keys) == 1  # then nothing is sent
         needed = [[((0, count(keys[0])),)]] if alone else _needed(self._reach(query_chunk), keys)
         return {step: [_Path(needed[home], home, step) for home in range(len(needed))] for step in (1, -1)}
 
-    @once
+    @memoized
     def _reach(self, query_chunk: int | None) -> list[Spans]:
         length = self.key_layout.seq_length
         return [reach(spans, self.mask, length) for spans in _blocks(self.layout, query_chunk)]

@@ -221,7 +221,7 @@ def program_of(
     """A rank's complete step.
 
     Args:
-        few, more: replays with ``layers[0]`` and ``layers[1]`` layers; the same one if all layers ran.
+        few, more: replays of two numbers of layers, ``layers[0]`` and ``layers[1]``; one replay if all layers ran.
         layers: these two numbers, and the number of all layers.
         stretch: the micro-batches that repeat; None: all ran.
     """
