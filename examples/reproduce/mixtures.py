@@ -18,11 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.decisions.state_exchange import gather_bytes, heads_bytes  # noqa: E402
+from megatron.formulas.kinds.expert_figures import Mixture  # noqa: E402
 from megatron.formulas.kinds.state_figures import (
     LinearAttention,  # noqa: E402
     states_of,  # noqa: E402
 )
-from megatron.formulas.strategy import Group, Mixture, Shape, Strategy, Workload  # noqa: E402
+from megatron.formulas.strategy import Group, Shape, Strategy, Workload  # noqa: E402
 from megatron.simulator.cost.estimate import Estimate, estimate, model_flops  # noqa: E402
 from megatron.simulator.cost.kinds.state_operations import state_mixer  # noqa: E402
 from megatron.simulator.cost.layer_program import Program  # noqa: E402

@@ -42,17 +42,10 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
 
 
 def _mlp_width(shape: Shape) -> float:
-    """Multiplications for a token in the MLPs of all layers, divided by the hidden size.
-
-    Of a mixture of experts, only the experts that compute the token are counted.
-    """
+    """Multiplications for a token in the MLPs of all layers, divided by the hidden size."""
     matrices, mixture = 3 if shape.gated else 2, shape.mixture
     dense = shape.layers_with("-") if shape.pattern else shape.layers - (sum(mixture.layers) if mixture else 0)
-    if mixture is None:
-        return dense * matrices * shape.ffn
-    chosen = mixture.topk * min(mixture.capacity or 1.0, 1.0)  # an expert drops what is beyond its capacity
-    routed = mixture.experts + mixture.gated + matrices * (mixture.shared + chosen * mixture.ffn)
-    return dense * matrices * shape.ffn + sum(mixture.layers) * routed
+    return dense * matrices * shape.ffn + (sum(mixture.layers) * mixture.width(matrices) if mixture else 0)
 
 
 @dataclass(frozen=True)

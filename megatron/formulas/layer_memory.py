@@ -10,7 +10,7 @@ from megatron.decisions.division import IN_FLIGHT, goes_by_keys
 from megatron.formulas.host_bytes import replaces_out
 from megatron.formulas.kinds import mixer_of
 from megatron.formulas.kinds.attention_figures import ring_blocks
-from megatron.formulas.mixtures import experts_kept, experts_peak, ffn_numel
+from megatron.formulas.kinds.expert_figures import experts_kept, experts_peak, ffn_numel
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.sizes import WIDE, chunks_of, heads_of, norm_kept, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload

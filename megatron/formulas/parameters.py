@@ -110,7 +110,7 @@ def stage_parameters(
     begin, layers = span or (stage * (shape.layers // pipeline), shape.layers // pipeline)
     with_experts, experts = shape.with_experts(begin, layers), ()
     if shape.mixture is not None:
-        experts = _experts(shape, tensor, expert, expert_tensor)[1] * with_experts
+        experts = shape.mixture.tensors(shape, expert, expert_tensor or tensor) * with_experts
     if shape.mixed:
         own = range(begin, begin + layers)
         every = tuple(x for index in own for x in _layer(shape.kind(index), tensor))
@@ -132,26 +132,10 @@ def _layer(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
 def _ffn(shape: Shape, tensor: int) -> tuple[Tensor, ...]:
     """The matrices of an MLP, or a router with the shared expert."""
     if shape.mixture is not None:
-        return _experts(shape, tensor, 1, None)[0]
+        return shape.mixture.router(shape, tensor)
     first, second = shape.ffn // tensor * (2 if shape.gated else 1), shape.ffn // tensor
     bias = (((first, 1),), ((shape.hidden, 1),)) if shape.bias else ((), ())
     return ((first, shape.hidden), *bias[0], (shape.hidden, second), *bias[1])
-
-
-def _experts(
-    shape: Shape, tensor: int, expert: int, expert_tensor: int | None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """A layer's router with the shared expert, and its experts on a rank."""
-    mixture, h, gates = shape.mixture, shape.hidden, 2 if shape.gated else 1
-
-    def bias(size: int) -> tuple[Tensor, ...]:
-        return ((size, 1),) if shape.bias else ()
-
-    shared, width = mixture.shared // tensor, mixture.ffn // (expert_tensor or tensor)
-    gate = (mixture.experts, h), *bias(mixture.experts)
-    gate = (*gate, *(((1, h),) * mixture.gated), *(((gates * shared, h), (h, shared)) if shared else ()))
-    one = (gates * width, h), *bias(gates * width), (h, width), *bias(h)
-    return gate, one * (mixture.experts // expert)
 
 
 def rank_parameters(shape: Shape, strategy: Strategy, stage: int) -> StageParameters:

@@ -55,31 +55,6 @@ def changed(original: T, changes: dict[str, Any]) -> T:
 Axis = Literal["tp", "ulysses", "ring", "ep", "dp", "pp", "expert dp"]
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The experts of a model.
-
-    Attributes:
-        experts: experts of a layer.
-        topk: experts that a token goes to.
-        ffn: width of an expert.
-        shared: width of the expert that all tokens go to; 0: none.
-        layers: 1 for each layer that has experts in place of its MLP, 0 for the others.
-        gated: the shared expert's output is multiplied by a gate.
-        capacity: most tokens of an expert as a multiple of the mean; 0: no limit.
-        replay: recomputed layers keep the choice of experts.
-    """
-
-    experts: int
-    topk: int
-    ffn: int
-    shared: int = 0
-    layers: tuple[int, ...] = ()
-    capacity: float = 0.0
-    gated: bool = False
-    replay: bool = False
-
-
 @hashed_once
 @dataclass(frozen=True)
 class Shape:
@@ -102,7 +77,7 @@ class Shape:
     wide_qk_norm: bool = False  # norms of queries and keys, over all heads together
     sinks: bool = False  # a learned score per head in the softmax
     embed_norm: bool = False  # LayerNorm after the word embedding
-    mixture: Mixture | None = None  # layers with experts
+    mixture: Any = None  # layers with experts
     sandwich_norm: bool = False  # norms after attention and after the MLP too
     output_gate: bool = False  # a gate for each number of attention's output, projected with the queries
     latent: Any = None  # attention with latents; ``head_dim`` is the size of a query or key head

@@ -12,8 +12,8 @@ from functools import lru_cache
 from megatron.decisions.division import goes_by_keys, head_plan
 from megatron.formulas.flops import passes_of
 from megatron.formulas.host_bytes import forward_loads
+from megatron.formulas.kinds.expert_figures import dispatched
 from megatron.formulas.kinds.state_figures import by_heads_bytes, exchange_bytes, halo_bytes, states_of
-from megatron.formulas.mixtures import dispatched
 from megatron.formulas.parameters import (
     StageParameters,
     model_states,

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from megatron.decisions.division import goes_by_keys
 from megatron.formulas.flops import step_flops
+from megatron.formulas.kinds.expert_figures import Mixture
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.formulas.kinds.state_figures import LinearAttention
-from megatron.formulas.strategy import Mixture, Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import Estimate, estimate, layer_works, step_parts
 from megatron.simulator.cost.kinds.attention_operations import (
     attended,

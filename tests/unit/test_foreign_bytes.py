@@ -281,6 +281,15 @@ def test_tensors_lie_within_their_bytes(data, message):
         unpickle.read_bytes(data, "x")
 
 
+def test_a_call_that_would_allocate_is_not_made():
+    """``torch.load(weights_only=True)`` makes this call, and takes 8 GB for it."""
+    pickled = b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\x00\x00\x00\x02\x85R."
+    data = rewritten(saved(torch.zeros(4)), data_pkl=pickled)
+    assert unpickle.read_bytes(data, "x").of == "__builtin__.bytearray"
+    with pytest.raises(Refusal, match="__builtin__.bytearray does not belong in this file"):
+        unpickle.read_bytes(data, "x", complete=True)
+
+
 def test_a_record_that_occurs_twice():
     file = io.BytesIO(saved(torch.ones(4)))
     with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):

@@ -14,11 +14,12 @@ from megatron.formulas import papers
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.flops import step_flops
 from megatron.formulas.kinds.attention_figures import attention_working
+from megatron.formulas.kinds.expert_figures import Mixture
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.formulas.parameters import model_states, rank_parameters, rank_states, stage_parameters
 from megatron.formulas.sizes import sizes_of
-from megatron.formulas.strategy import Mixture, Shape, Strategy, Workload
+from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.training.arguments.parser import parse
 from megatron.training.report import mfu as program
 from megatron.training.settings.models import model_shape

@@ -6,7 +6,7 @@ The all-to-all dispatcher (core/experts.py). Each expert's products run one afte
 
 from __future__ import annotations
 
-from megatron.formulas.mixtures import Dispatched, dispatched
+from megatron.formulas.kinds.expert_figures import Dispatched, dispatched
 from megatron.formulas.strategy import Group, Shape, Strategy, Workload
 from megatron.simulator.cost.operations import BF16, Segment, collective, gemm, memory
 from megatron.simulator.cost.row_operations import Rows, reduce_tokens

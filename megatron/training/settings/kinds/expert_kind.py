@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.formulas.strategy import Mixture
+from megatron.formulas.kinds.expert_figures import Mixture
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import (
     ABOVE_ZERO,

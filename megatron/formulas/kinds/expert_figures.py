@@ -1,15 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in a layer with experts: the tokens that a rank sends and receives, and the memory that they take."""
+"""Experts: their parameters and products, the tokens that a rank sends and receives, and the memory that they take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.formulas.sizes import WIDE, sizes_of
+from megatron.formulas.sizes import WIDE, Tensor, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 INDEX = 8  # bytes of a token's place among those of an expert
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a model.
+
+    Attributes:
+        experts: experts of a layer.
+        topk: experts that a token goes to.
+        ffn: width of an expert.
+        shared: width of the expert that all tokens go to; 0: none.
+        layers: 1 for each layer that has experts in place of its MLP, 0 for the others.
+        gated: the shared expert's output is multiplied by a gate.
+        capacity: most tokens of an expert as a multiple of the mean; 0: no limit.
+        replay: recomputed layers keep the choice of experts.
+    """
+
+    experts: int
+    topk: int
+    ffn: int
+    shared: int = 0
+    layers: tuple[int, ...] = ()
+    capacity: float = 0.0
+    gated: bool = False
+    replay: bool = False
+
+    def router(self, shape: Shape, tensor: int) -> tuple[Tensor, ...]:
+        """The parameters of a layer's router and shared expert on one of ``tensor`` TP ranks."""
+        h, shared, first = shape.hidden, self.shared // tensor, 2 if shape.gated else 1
+        gate = (self.experts, h), *(((self.experts, 1),) * shape.bias)
+        return (*gate, *(((1, h),) * self.gated), *(((first * shared, h), (h, shared)) if shared else ()))
+
+    def tensors(self, shape: Shape, expert: int, expert_tensor: int) -> tuple[Tensor, ...]:
+        """The parameters of a layer's experts on one of ``expert`` ranks, each of which has a part of them."""
+        h, width, first = shape.hidden, self.ffn // expert_tensor, 2 if shape.gated else 1
+        bias = (((first * width, 1),), ((h, 1),)) if shape.bias else ((), ())
+        one = (first * width, h), *bias[0], (h, width), *bias[1]
+        return one * (self.experts // expert)
+
+    def width(self, matrices: int) -> float:
+        """Multiplications for a token, divided by the hidden size: of the experts that compute the token."""
+        chosen = self.topk * min(self.capacity or 1.0, 1.0)  # an expert drops what is beyond its capacity
+        return self.experts + self.gated + matrices * (self.shared + chosen * self.ffn)
 
 
 @dataclass(frozen=True)
