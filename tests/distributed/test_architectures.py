@@ -36,7 +36,9 @@ OLMO3_ROPE = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 16},
-    "qwen3_moe": SIZES | EXPERTS | {"head_dim": 16},
+    "qwen3_moe": SIZES
+    | EXPERTS
+    | {"head_dim": 16, "num_hidden_layers": 3, "norm_topk_prob": False, "mlp_only_layers": [1]},
     "phi3": SIZES,
     "gpt_oss": test_gpt_oss.CONFIG,
     "gpt2": GPT | {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 64},
@@ -54,6 +56,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "mamba2": MAMBA
     | {"num_hidden_layers": 2, "num_heads": 8, "head_dim": 16, "state_size": 6}
     | {"time_step_limit": [0.5, float("inf")]},
+    "smollm3": SIZES
+    | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 12},
+    "ernie4_5": SIZES | {"head_dim": 16, "use_bias": True},
+    "granite": SIZES
+    | {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 2.5, "attention_multiplier": 0.2}
+    | {"tie_word_embeddings": True},
+    "exaone4": SIZES | {"num_hidden_layers": 3, "sliding_window": 12, "sliding_window_pattern": 3},
     "olmo3": SIZES
     | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},

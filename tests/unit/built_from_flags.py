@@ -126,7 +126,7 @@ def _model(config: Config, grid: Any, layout: SequenceLayout) -> dict[str, Any]:
         mock.patch.object(build, "LongContextGPT", model),
         mock.patch.object(build, "later_token_layers", lambda number, _: number),
         mock.patch.object(build, "PartitionedEmbedding", mark("partitioned")),
-        mock.patch.object(build, "scale_embeddings", mark("scaled embeddings")),
+        mock.patch.object(build, "scale_embeddings", lambda _, factor: seen.update({"factor of embeddings": factor})),
         mock.patch.object(build, "save_layer_inputs_in_host", mark("layer inputs in host memory")),
     ):
         build.build_model(config, grid, layout, VOCABULARY, torch.device("cpu"), SimpleNamespace())

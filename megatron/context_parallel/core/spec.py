@@ -57,12 +57,14 @@ class Norm(nn.Module):
     """PyTorch's LayerNorm or RMSNorm, usable under TP sequence parallelism.
 
     There every TP rank normalizes its own tokens, and the gradients of the weights are partial sums. Core sums the
-    gradients of parameters with the attribute ``sequence_parallel`` over TP.
+    gradients of parameters with the attribute ``sequence_parallel`` over TP. ``scale`` is a factor of the result.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
-        self.shape, self.eps = (hidden_size,), eps
+        self.shape, self.eps, self.scale = (hidden_size,), eps, scale
         self.zero_centered = config.layernorm_zero_centered_gamma
         start = torch.zeros if self.zero_centered else torch.ones
         self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
@@ -75,8 +77,10 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.bias is None:
-            return functional.rms_norm(x, self.shape, weight, self.eps)
-        return functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
+            result = functional.rms_norm(x, self.shape, weight, self.eps)
+        else:
+            result = functional.layer_norm(x, self.shape, weight, self.bias, self.eps)
+        return result if self.scale is None else result * self.scale
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -174,6 +178,8 @@ class StageLayers:
             (FFN, in ``experts`` too); empty: attention and FFN. Not with ``transformer_engine``.
         all_heads_norms: normalize queries and keys over all heads together; not with ``transformer_engine``.
         parallel_residual: attention and FFN both read the layer's input; not in chunks.
+        residual_multiplier: factor of the outputs of attention and FFN, before they are added.
+        final_scale: factor of the output of the final norm; not with ``transformer_engine``.
     """
 
     num_layers: int
@@ -187,12 +193,14 @@ class StageLayers:
     pattern: str = ""
     all_heads_norms: bool = False
     parallel_residual: bool = False
+    residual_multiplier: float | None = None
+    final_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.transformer_engine and (self.mixers or self.pattern or self.experts):
             raise ValueError("mixers, patterns and experts need core's own layers: leave out transformer_engine")
-        if self.transformer_engine and (self.all_heads_norms or not self.input_norms):
-            raise ValueError("all_heads_norms, and layers without input_norms, need transformer_engine=False")
+        if self.transformer_engine and (self.all_heads_norms or not self.input_norms or self.final_scale is not None):
+            raise ValueError("all_heads_norms, final_scale and layers without input_norms need transformer_engine=False")
 
 
 def block_spec(
@@ -231,7 +239,7 @@ def block_spec(
         layer.submodules.self_attention = replace(layer.submodules.self_attention, module=GatedSelfAttention)
     layer.submodules.self_attention.submodules.core_attention = partial(ContextParallelAttention, settings=settings)
     params = {**layer.params, "attention": settings, "output_norm": final_norm if stage.output_norms else None}
-    params["parallel_residual"] = stage.parallel_residual
+    params |= {"parallel_residual": stage.parallel_residual, "residual_multiplier": stage.residual_multiplier}
     layers = [replace(layer, module=LongContextLayer, params=params)] * stage.num_layers
     if stage.pattern:
         kinds = zip(layers, stage.pattern, strict=True)
@@ -258,7 +266,9 @@ def block_spec(
             for index, layer in enumerate(layers)
         ]
         if chunks.fpdt:
-            final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks})
+            final_norm = ModuleSpec(ChunkedNorm, params={"chunks": chunks, "scale": stage.final_scale})
+    if stage.final_scale is not None and final_norm is Norm:
+        final_norm = ModuleSpec(Norm, params={"scale": stage.final_scale})
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
 
 

@@ -135,6 +135,7 @@ class LongContextLayer(TransformerLayer):
         experts: the layer has a mixture of experts that are chosen by this rule, in place of ``submodules.mlp``.
         output_norm: class of norms of the outputs of attention and FFN, before they are added; None: no such norms.
         parallel_residual: the FFN reads the layer's input, not the result of attention; both outputs are added to it.
+        residual_multiplier: factor of the outputs of attention and FFN, before they are added.
     """
 
     def __init__(
@@ -144,11 +145,13 @@ class LongContextLayer(TransformerLayer):
         experts: RouterRule | None = None,
         output_norm: type | None = None,
         parallel_residual: bool = False,
+        residual_multiplier: float | None = None,
         **kwargs: Any,
     ) -> None:
         config = args[0] if args else kwargs["config"]
         super().__init__(*args, **numbered_after_model(kwargs, config.num_layers))
         self.parallel_residual, self.attended = parallel_residual, None
+        self.residual_multiplier = residual_multiplier
         self.post_self_attn_layernorm = self.post_mlp_layernorm = None
         if output_norm is not None:
             sizes = self.config, self.config.hidden_size, self.config.layernorm_epsilon
@@ -196,16 +199,19 @@ class LongContextLayer(TransformerLayer):
         """The function that both methods above return, for ``rows`` of this rank's tokens; without dropout, core's."""
         add = self._add(dropout, which, rows)
         norm = self.post_self_attn_layernorm if which == ATTENTION else self.post_mlp_layernorm
-        if norm is None:
+        factor = self.residual_multiplier
+        if norm is None and factor is None:
             return add
 
-        def normalize_and_add(
+        def change_and_add(
             output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float
         ) -> Tensor:
             x, bias = output_with_bias
-            return add((norm(x if bias is None else x + bias), None), residual, probability)
+            x = x if bias is None else x + bias
+            x = x if norm is None else norm(x)
+            return add((x if factor is None else x * factor, None), residual, probability)
 
-        return normalize_and_add
+        return change_and_add
 
     def _add(self, dropout: HiddenDropout | None, which: int, rows: Span | None) -> Callable:
         if dropout is None or isinstance(self.core_add[which], IdentityFuncOp):

@@ -25,6 +25,7 @@ from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
 from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
 from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
+from megatron.training.families.recent_llamas import ERNIE, GRANITE, SMOLLM3, Exaone4
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.kinds.layer_patterns import hybrid_pattern
@@ -51,9 +52,9 @@ FAMILIES: dict[str, Family] = {
             "Qwen 3 with experts",
             "Qwen3MoeForCausalLM",
             {"qk_layernorm": True},
-            {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
             window="all",
             switched=True,
+            mixed=True,
             number="num_experts",
             width="moe_intermediate_size",
             names=ExpertNames(),
@@ -69,6 +70,10 @@ FAMILIES: dict[str, Family] = {
         GptOss(),
         Olmo(2),
         Olmo(3),
+        Exaone4(),
+        SMOLLM3,
+        ERNIE,
+        GRANITE,
         Qwen3Next(),
         NemotronH(),
         Mamba2Alone(),
@@ -131,11 +136,18 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
         return FAMILIES["glm4_moe"]
     if model.num_experts:
         return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
+    if model.reordered_norm and not model.qk_layernorm_all_heads:
+        return FAMILIES["exaone4"]
     if model.reordered_norm:
         return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
     if model.normalization == "LayerNorm":
         kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
         return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
+
+    if model.no_rope_freq:
+        return SMOLLM3
+    if any(getattr(model, name) for name in GRANITE.free):
+        return GRANITE
 
     windows = (attention or {}).get("window_size") is not None
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece
+from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.kinds.layer_patterns import expert_layers
@@ -55,19 +55,6 @@ ROUTERS = {
 
 
 EMBEDDING, HF_EMBEDDING = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
-
-
-def layers(model: ModelConfig) -> Iterator[tuple[int, str, bool, bool]]:
-    """(number, beginning of our names, whether our tensors hold all layers, whether it has experts) of each layer.
-
-    Those after the last layer of the model are of multi-token prediction.
-    """
-    pattern = expert_layers(model)
-    mixed = len(set(pattern)) > 1
-    for layer, experts in enumerate(pattern):
-        yield layer, f"decoder.layers.{layer}." if mixed else "decoder.layers.", not mixed, bool(experts)
-    for ahead in range(model.mtp_num_layers or 0):
-        yield model.num_layers + ahead, f"mtp.layers.{ahead}.transformer_layer.", False, bool(pattern[-1])
 
 
 def ahead_pieces(model: ModelConfig, layer: int) -> Iterator[Piece]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron.training.families.deepseek import EMBEDDING, HF_EMBEDDING, DeepSeek, ahead_pieces, layers
+from megatron.training.families.deepseek import EMBEDDING, HF_EMBEDDING, DeepSeek, ahead_pieces
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
+from megatron.training.families.llama.llama_weights import LM_HEAD, Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.kinds.layer_patterns import expert_layers

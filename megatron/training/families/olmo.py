@@ -87,6 +87,7 @@ class Olmo:
             shapes = (heads, hidden), (groups, hidden), (groups, hidden)
             yield layer_piece(layer, "self_attention.linear_qkv.weight", qkv, *shapes)
             for name, width in (("q", heads), ("k", groups)):
+                width = width if model.qk_layernorm_all_heads else size
                 yield layer_piece(
                     layer, f"self_attention.{name}_layernorm.weight", [f"self_attn.{name}_norm"], (width,)
                 )

@@ -128,6 +128,8 @@ def _build_chunk(
             output_norms=model.sandwich_norm or model.reordered_norm,
             all_heads_norms=model.qk_layernorm_all_heads,
             parallel_residual=model.parallel_residual,
+            residual_multiplier=model.residual_multiplier,
+            final_scale=None if model.logits_scaling is None else 1 / model.logits_scaling,
             mixers=_mixers(config, start, stop),
             pattern=hybrid_pattern(model)[start:stop],
         )
@@ -164,13 +166,19 @@ def _build_chunk(
     )
     if model.embed_layernorm and first:
         chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
-    if model.scale_embeddings and (first or further):
-        scale_embeddings(chunk.embedding.word_embeddings, model.hidden_size)
+    if factor := embedding_factor(model):
+        if first or further:
+            scale_embeddings(chunk.embedding.word_embeddings, factor)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:
         save_layer_inputs_in_host(chunk.decoder, offload)
     return chunk
+
+
+def embedding_factor(model: ModelConfig) -> float | None:
+    """The factor of word embeddings; None without one."""
+    return model.hidden_size**0.5 if model.scale_embeddings else model.embedding_multiplier
 
 
 def _mixers(config: Config, start: int, stop: int) -> dict[int, Mixer]:

@@ -222,10 +222,9 @@ def _capped(softcap: float, _: nn.Module, __: Any, output: tuple[Tensor, None]) 
     return softcap * torch.tanh(output[0] / softcap), output[1]
 
 
-def scale_embeddings(words: nn.Module, hidden_size: int) -> None:
-    """Multiply what ``words`` looks up by the square root of the hidden size, rounded to the weights' dtype."""
-    factor = float(torch.tensor(hidden_size**0.5).to(words.weight.dtype))
-    words.register_forward_hook(partial(_scaled, factor))
+def scale_embeddings(words: nn.Module, factor: float) -> None:
+    """Multiply what ``words`` looks up by a factor, rounded to the weights' dtype."""
+    words.register_forward_hook(partial(_scaled, float(torch.tensor(factor).to(words.weight.dtype))))
 
 
 def _scaled(factor: float, _: nn.Module, __: Any, looked_up: Tensor) -> Tensor:

@@ -316,7 +316,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
 def outside_engine(model: ModelConfig) -> str | None:
     """A flag of the model whose layers consist of core's own modules, and not of Transformer Engine's; or None."""
     names = [kind.condition.switch for kind in kinds_in(model)]
-    names += [name for name in ("reordered_norm", "qk_layernorm_all_heads") if getattr(model, name)]
+    names += [name for name in ("reordered_norm", "logits_scaling", "qk_layernorm_all_heads") if getattr(model, name)]
     return next((f"--{name.replace('_', '-')}" for name in names), None)
 
 

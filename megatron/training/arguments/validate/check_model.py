@@ -86,6 +86,11 @@ def _norms_and_residual(config: Config) -> None:
     if model.reordered_norm:
         both = {"--sandwich-norm": (model.sandwich_norm, "one of them places the norms")}
         refuse_combinations("--reordered-norm", both | engine, fixes)
+    if model.scale_embeddings and model.embedding_multiplier:
+        refuse_combinations("--scale-embeddings", {"--embedding-multiplier": (True, "keep one factor of embeddings")})
+    if model.logits_scaling is not None:
+        ahead = {"--mtp-num-layers": (model.mtp_num_layers, "its layers have a norm without this divisor")}
+        refuse_combinations("--logits-scaling", ahead | engine)
     groups = model.num_query_groups if model.group_query_attention else model.num_attention_heads
     if model.qk_layernorm_all_heads:
         refused = {

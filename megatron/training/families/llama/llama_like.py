@@ -18,10 +18,12 @@ from megatron.training.families.llama.llama_weights import ExpertNames, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, LOCAL, WHOLE, read_windows, written_windows
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import expert_layers
 
 # Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
+BIASES = ("attention_bias", "mlp_bias")  # a Llama's keys
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class LlamaLike:
         joined: the files have q, k and v in one tensor, and gate and up projection in one.
         window: which layers may have one: "" none, "all" (of all together), or "layers" (of each by itself).
         switched: config.json has the switch use_sliding_window.
+        usual: keys of config.json whose default in transformers is not a Llama's, with that default.
+        biases: keys of config.json for the biases of attention and of the MLP; empty: there are none.
+        free: settings in which such models differ from each other, and Llamas do not.
     """
 
     kind: str
@@ -47,13 +52,26 @@ class LlamaLike:
     joined: bool = False
     window: str = ""
     switched: bool = False
+    usual: dict[str, Any] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
-        if self.kind != "llama":
-            config = self._as_llama(config, where)
-        model, vocab_size = llama_settings.settings(config, where)
-        return replace(model, **self.differs), vocab_size
+        config = self.usual | {
+            name: value for name, value in config.items() if value is not None or name not in self.usual
+        }
+        plain = self._as_llama(config, where) if self.kind != "llama" else config
+        model, vocab_size = llama_settings.settings(plain, where)
+        return replace(model, **self.differs, **self.own(config, model, where)), vocab_size
+
+    def own(self, config: dict[str, Any], model: ModelConfig, where: object) -> dict[str, Any]:
+        """The settings of ``free`` in a config.json; ``model``: what a Llama's config.json has too."""
+        return {}
+
+    def own_json(self, model: ModelConfig) -> dict[str, Any]:
+        """The keys of config.json for :meth:`own`."""
+        return {}
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
         """The settings of :class:`AttentionConfig` that a config.json determines: the window, and which layers have it.
@@ -86,10 +104,11 @@ class LlamaLike:
         """
         if self.kind == "llama":
             return llama_settings.config_json(model, vocab_size, dtype)
-        fixed = llama_settings.FIXED | {"add_bias_linear": False} | self.differs
+        fixed = llama_settings.FIXED | ({} if self.biases else {"add_bias_linear": False}) | self.differs
+        fixed = {name: value for name, value in fixed.items() if name not in self.free}
         config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        biases = ("attention_bias", "mlp_bias")
-        config = {name: value for name, value in config.items() if name not in biases}
+        given = dict.fromkeys(self.biases, model.add_bias_linear)
+        config = {name: value for name, value in config.items() if name not in BIASES} | given
         if self.joined and config["rope_scaling"]:
             kind = config["rope_scaling"]["rope_type"]
             raise Refusal(f"RoPE scaling {kind} is not known to Hugging Face's {self.architecture}: train without it")
@@ -97,6 +116,7 @@ class LlamaLike:
             config
             | {"model_type": self.kind, "architectures": [self.architecture], **self.only}
             | self._windows(model, attention)
+            | self.own_json(model)
         )
 
     def _windows(self, model: ModelConfig, attention: dict[str, Any] | None) -> dict[str, Any]:
@@ -128,21 +148,25 @@ class LlamaLike:
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if self.joined and (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
             raise Refusal(f"{where}: rope_scaling of type {kind} of {self.kind} is not supported: only default")
-        return {**config, "model_type": "llama", "architectures": None, "attention_bias": False}
+        biases = {ours: config.get(theirs, False) for ours, theirs in zip(BIASES, self.biases)}
+        return {**config, "model_type": "llama", "architectures": None, "attention_bias": False} | biases
 
 
 @dataclass(frozen=True)
 class WithExperts(LlamaLike):
-    """A model like a Llama whose MLPs are all mixtures of experts, chosen as by our default router.
+    """A model like a Llama whose MLPs, all or some, are mixtures of experts, chosen by a softmax.
 
     Attributes:
         number, width: keys of config.json: number of experts, and width of an expert.
         names: of the weights in the files.
+        mixed: config.json says whether the chosen experts' weights are divided by their sum, and which layers have an
+            MLP instead.
     """
 
     number: str = "num_local_experts"
     width: str = "intermediate_size"
     names: ExpertNames = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+    mixed: bool = False
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """As `LlamaLike.settings`."""
@@ -157,20 +181,47 @@ class WithExperts(LlamaLike):
         if not 1 < topk <= experts:
             raise Refusal(f"{where}: num_experts_per_tok {topk} is not from 2 to {self.number} {experts}")
         model = replace(model, num_experts=experts, moe_router_topk=topk, moe_ffn_hidden_size=width)
-        return model, vocab_size
+        return replace(model, **self._mixed(config, model.num_layers, where)), vocab_size
+
+    def _mixed(self, config: dict[str, Any], layers: int, where: object) -> dict[str, Any]:
+        """Our settings for the keys that only kinds with ``mixed`` have."""
+        if not self.mixed:
+            return {}
+        every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+        llama_settings.whole(every, "decoder_sparse_step", where)
+        if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+            raise Refusal(f"{where}: mlp_only_layers {dense!r} is not a list of layers")
+        pattern = [int((layer + 1) % every == 0 and layer not in dense) for layer in range(layers)]
+        if not any(pattern):
+            raise Refusal(f"{where}: decoder_sparse_step and mlp_only_layers leave no layer with experts")
+        # A softmax over all experts, of which the largest are taken as they are.
+        usual = {} if config.get("norm_topk_prob", False) else {"moe_router_pre_softmax": True}
+        return usual | ({} if all(pattern) else {"moe_layer_freq": pattern})
+
+    def _mixed_json(self, model: ModelConfig) -> dict[str, Any]:
+        if not self.mixed:
+            return {}
+        dense = [layer for layer, experts in enumerate(expert_layers(model)) if not experts]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense, "norm_topk_prob": not model.moe_router_pre_softmax}
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As `LlamaLike.config_json`."""
         usual = ModelConfig()
+        free = ("moe_layer_freq", "moe_router_pre_softmax") if self.mixed else ()
         wrong = [name for name in llama_settings.ROUTER if getattr(model, name) != getattr(usual, name)]
+        wrong = [name for name in wrong if name not in free]
         llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        return super().config_json(model, vocab_size, dtype, attention) | {
-            self.number: model.num_experts,
-            "num_experts_per_tok": model.moe_router_topk,
-            self.width: model.moe_ffn_hidden_size or model.ffn_hidden_size,
-        }
+        return (
+            super().config_json(model, vocab_size, dtype, attention)
+            | self._mixed_json(model)
+            | {
+                self.number: model.num_experts,
+                "num_experts_per_tok": model.moe_router_topk,
+                self.width: model.moe_ffn_hidden_size or model.ffn_hidden_size,
+            }
+        )
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
         """As `LlamaLike.pieces`."""

@@ -321,6 +321,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["kv_channels"] + ["max_position_embeddings"] * (model.max_position_embeddings is not None)
     names += ["position_embedding_type"] + ["rotary_base"] * (model.position_embedding_type in ROTARY)
     names += ["rotary_percent"] if model.rotary_percent != 1 else []
+    names += ["rotary_interleaved"] if model.rotary_interleaved else []
     names += ["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor else []
     names += ["use_rope_scaling", "rope_scaling_factor"] if model.use_rope_scaling else []
     names += YARN if model.position_embedding_type == "yarn" else []

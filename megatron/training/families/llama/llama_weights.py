@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.models import expert_layers
 
 EXPERTS = "mlp.experts.experts"  # in checkpoints
 
@@ -72,6 +73,19 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
 
 
+def layers(model: ModelConfig) -> Iterator[tuple[int, str, bool, bool]]:
+    """(number, beginning of our names, whether our tensors hold all layers, whether it has experts) of each layer.
+
+    Those after the last layer of the model are of multi-token prediction.
+    """
+    pattern = expert_layers(model) if model.num_experts else [0] * model.num_layers
+    mixed = len(set(pattern)) > 1
+    for layer, experts in enumerate(pattern):
+        yield layer, f"decoder.layers.{layer}." if mixed else "decoder.layers.", not mixed, bool(experts)
+    for ahead in range(model.mtp_num_layers or 0):
+        yield model.num_layers + ahead, f"mtp.layers.{ahead}.transformer_layer.", False, bool(pattern[-1])
+
+
 def pieces(
     model: ModelConfig, vocab_size: int, own: ExpertNames = ExpertNames(), joined: bool = False
 ) -> Iterator[Piece]:
@@ -83,19 +97,21 @@ def pieces(
     hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     heads, groups = model.num_attention_heads * size, model.num_query_groups * size
     yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
-    for layer in range(model.num_layers):
+    for layer, place, stacked, has_experts in layers(replace(model, mtp_num_layers=None)):
 
         def piece(
             core_name: str,
             hf_names: Sequence[str],
             *shapes: tuple[int, ...],
             layer: int = layer,
+            place: str = place,
+            stacked: bool = stacked,
             part: tuple[int, int] = (0, 1),
             expert: tuple[int | None, int] = (None, 1),
             rows: tuple[int, ...] = (),
         ) -> Piece:
             names = tuple(f"model.layers.{layer}.{name}" for name in hf_names)
-            return Piece(f"decoder.layers.{core_name}", names, shapes, layer, *part, *expert, joined=rows)
+            return Piece(place + core_name, names, shapes, layer, *part, *expert, stacked=stacked, joined=rows)
 
         kinds = ["weight", "bias"] if model.add_bias_linear else ["weight"]
         yield piece("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"], (hidden,))
@@ -112,8 +128,8 @@ def pieces(
         for kind in kinds:
             tail = (heads,) if kind == "weight" else ()
             yield piece(f"self_attention.linear_proj.{kind}", [f"self_attn.o_proj.{kind}"], (hidden, *tail))
-        if model.num_experts:
-            ffn = model.moe_ffn_hidden_size
+        if has_experts:
+            width = model.moe_ffn_hidden_size
             norm, mixture, experts = "post_attention_layernorm.weight", own.mixture, model.num_experts
             yield piece("pre_mlp_layernorm.weight", [norm], (hidden,))
             yield piece("mlp.router.weight", [f"{mixture}.gate.weight"], (experts, hidden))
@@ -123,12 +139,12 @@ def pieces(
                     yield piece(
                         f"{EXPERTS}.linear_fc1.weight",
                         hf_names,
-                        (ffn, hidden),
+                        (width, hidden),
                         part=(part, 2),
                         expert=(number, experts),
                     )
                 hf_names = [f"{mixture}.experts.{number}.{own.down}.weight"]
-                yield piece(f"{EXPERTS}.linear_fc2.weight", hf_names, (hidden, ffn), expert=(number, experts))
+                yield piece(f"{EXPERTS}.linear_fc2.weight", hf_names, (hidden, width), expert=(number, experts))
             continue
         yield piece("mlp.linear_fc1.layer_norm_weight", ["post_attention_layernorm.weight"], (hidden,))
         for kind in kinds:
