@@ -103,7 +103,7 @@ def logits_of(model: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
         ValueError: this forward needs more from the model's base than hidden states.
     """
     try:
-        return type(model).forward(_OnlyHead(model, hidden_BSH), inputs_embeds=hidden_BSH, return_dict=True).logits
+        return type(model).forward(OnlyHead(model, hidden_BSH), inputs_embeds=hidden_BSH, return_dict=True).logits
     except (AttributeError, IndexError, TypeError) as error:
         raise ValueError(
             f"the output layer of {type(model).__name__} cannot run separately, which a loss in chunks needs: {error}"
@@ -147,12 +147,18 @@ class _Sum(torch.autograd.Function):
         return grad * ctx.size, None
 
 
-class _OnlyHead:
-    """A model whose base returns given hidden states; the model's own forward runs on it."""
+class OnlyHead:
+    """A model whose base returns given hidden states; the model's own forward runs on it.
 
-    def __init__(self, model: PreTrainedModel, hidden: Tensor) -> None:
+    Args:
+        pooled: the base's ``pooler_output``.
+        replaced: other modules.
+    """
+
+    def __init__(self, model: PreTrainedModel, hidden: Tensor, pooled: Tensor | None = None, **replaced: Any) -> None:
         self._model = model
-        vars(self)[model.base_model_prefix] = _Base(model.base_model, hidden)
+        vars(self)[model.base_model_prefix] = _Base(model.base_model, hidden, pooled)
+        vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -161,28 +167,28 @@ class _OnlyHead:
 class _Base:
     """Replaces a base, or the decoder within it, which OPT's forward calls."""
 
-    def __init__(self, base: nn.Module, hidden: Tensor) -> None:
-        self._base, self._hidden = base, hidden
+    def __init__(self, base: nn.Module, hidden: Tensor, pooled: Tensor | None) -> None:
+        self._base, self._hidden, self._pooled = base, hidden, pooled
 
     def __call__(self, *_: Any, **__: Any) -> _BaseOutput:
-        return _BaseOutput(self._hidden)
+        return _BaseOutput(self._hidden, self._pooled)
 
     def __getattr__(self, name: str) -> Any:
         inner = getattr(self._base, name)
-        return _Base(inner, self._hidden) if isinstance(inner, nn.Module) else inner
+        return _Base(inner, self._hidden, self._pooled) if isinstance(inner, nn.Module) else inner
 
 
 class _BaseOutput:
-    """The output of a base: hidden states; every other field is None."""
+    """The output of a base: hidden states and perhaps a pooler's; every other field is None."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+    def __init__(self, hidden: Tensor, pooled: Tensor | None) -> None:
+        self.last_hidden_state, self.pooler_output = hidden, pooled
 
     def __getattr__(self, name: str) -> None:
         return None
 
     def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
+        return (self.last_hidden_state, *(() if self.pooler_output is None else (self.pooler_output,)))[index]
 
 
 def _head(model: PreTrainedModel) -> nn.Module:

@@ -31,6 +31,7 @@ from megatron.context_parallel.huggingface.decoder_loss import (
     token_scores,
 )
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
+from megatron.context_parallel.huggingface.heads import labels_of, pooler_of, scores_tokens, through_head
 from megatron.context_parallel.huggingface.indexed_layers import chooses_keys, forward_by_choice
 from megatron.context_parallel.huggingface.linear_layers import (
     MIXER,
@@ -40,7 +41,7 @@ from megatron.context_parallel.huggingface.linear_layers import (
     layers_with_state,
 )
 from megatron.context_parallel.huggingface.packed_rows import PackedRows
-from megatron.context_parallel.huggingface.probe import refuse_mixing, scores_sequences
+from megatron.context_parallel.huggingface.probe import refuse_mixing
 from megatron.context_parallel.huggingface.rank_batch import IGNORED, Part, cut, only_within_documents
 from megatron.context_parallel.huggingface.transformers_attention import NAME, Shared, masks_by, register
 from megatron.context_parallel.layout.grid import Grid
@@ -174,7 +175,7 @@ class ContextParallel:
         Raises:
             ValueError: an entry is not supported.
         """
-        own, part = cut(batch, self.layout, self._batches)
+        own, part = cut(batch, self.layout, self._batches, labels_of(self.model).replace("base", "head"))
         self._batches += 1
         return {**own, PART: part}
 
@@ -308,7 +309,7 @@ class ContextParallel:
         if states:  # not every causal language model hands its keyword arguments on to its base model
             hook = model.base_model.register_forward_pre_hook(self._add_mixer, with_kwargs=True)
             self._undo.append(hook.remove)
-        for queries, keys in refuse_mixing(model):
+        for queries, keys in refuse_mixing(model, fpdt is not None):
             head_plan(queries, keys, self.grid.ulysses.size)
         if getattr(model.config, "use_cache", False):
             self._set(model.config, "use_cache", False)
@@ -317,6 +318,8 @@ class ContextParallel:
         if fpdt is not None:
             for layer, forward in chunked_layers(model, fpdt):
                 self._replace_forward(layer, forward)
+        if pooler := pooler_of(model):
+            self._undo.append(pooler.register_forward_pre_hook(self._gathered).remove)
         for module in model.modules():
             if by_length(module):
                 for handle in pass_length(module, self._longest):
@@ -357,6 +360,9 @@ class ContextParallel:
     def _add_mixer(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs if self._part is None else {**kwargs, MIXER: OverRanks(self._part)}
 
+    def _gathered(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if self._part is None else (self._part.layout.gather(args[0], 1), *args[1:])
+
     def _longest(self) -> int:
         return self._part.longest if self._active else 1
 
@@ -364,7 +370,7 @@ class ContextParallel:
     def _with_part(self, part: Part) -> Iterator[None]:
         self._part = part
         try:
-            with masks_by(lambda window: Shared(part, self.kernel, window, self._seed)):
+            with masks_by(lambda window, ahead: Shared(part, self.kernel, window, ahead, self._seed)):
                 yield
         finally:
             self._part = None
@@ -392,9 +398,13 @@ class ContextParallel:
         # With a mask, transformers does not search a rank's positions for document boundaries.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
         with self._with_part(context_part):
-            if shift_labels is None and scores_sequences(model):
-                hidden = model.base_model(**kwargs).last_hidden_state
-                return SequenceClassifierOutputWithPast(logits=model.score(hidden))  # of each token
+            if labels_of(model) == "head":
+                output, whole = model.base_model(**kwargs), context_part.whole
+                if whole is not None:
+                    return through_head(model, output, context_part.layout, whole)
+                if not scores_tokens(model):
+                    raise ValueError(f"the head of {type(model).__name__} needs a batch from context.shard")
+                return SequenceClassifierOutputWithPast(logits=model.score(output.last_hidden_state))  # of each token
             if shift_labels is None:
                 return own(**kwargs)
             output = model.base_model(**kwargs)
@@ -410,10 +420,8 @@ class ContextParallel:
 
 def _check(model: nn.Module, grid: Grid) -> None:
     """Checks that do not run the model."""
-    if not isinstance(model, PreTrainedModel) or (
-        model.get_output_embeddings() is None and not scores_sequences(model)
-    ):
-        raise ValueError(f"{type(model).__name__} is not a causal language model of transformers: not supported")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{type(model).__name__} is not a model of transformers: not supported")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has an encoder: not supported over ranks")
     if model.config._attn_implementation == NAME:
@@ -435,7 +443,7 @@ def _check(model: nn.Module, grid: Grid) -> None:
                 f"the model has layers of the kind {kind}, but over ranks only {' and '.join(ATTENTION_KINDS)} are "
                 "supported"
             )
-    if model.base_model is model:
+    if model.base_model is model and labels_of(model) != "base":
         raise ValueError(
             f"{type(model).__name__} has no base model {model.base_model_prefix}: not supported over ranks"
         )

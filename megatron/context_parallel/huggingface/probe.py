@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from megatron.context_parallel.huggingface.heads import labels_of
 from megatron.context_parallel.huggingface.indexed_layers import chooses_keys
 from megatron.context_parallel.huggingface.linear_layers import MIXER, Alone, has_state
 from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by
@@ -28,6 +29,7 @@ class _Alone:
     """Attention in which each token sees only itself."""
 
     window: int | None
+    ahead: bool
     heads: set[tuple[int, int]]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -50,12 +52,14 @@ class ProbeResult:
         loss: computed by the model.
         expected: cross-entropy of the next token, from these logits.
         heads: (query heads, key heads) of its attention layers.
+        ahead: whether each of its masks lets queries see later keys.
     """
 
     logits: Tensor
     loss: Tensor
     expected: Tensor
     heads: set[tuple[int, int]]
+    ahead: set[bool]
 
 
 def run_alone(
@@ -73,6 +77,12 @@ def run_alone(
         with_positions: give the model ``position_ids``; without them the third sample has no meaning.
     """
     heads: set[tuple[int, int]] = set()
+    ahead: set[bool] = set()
+
+    def alone(window: int | None, looks_ahead: bool) -> _Alone:
+        ahead.add(looks_ahead)
+        return _Alone(window, looks_ahead, heads)
+
     embedding, config = model.get_input_embeddings(), model.config.get_text_config(decoder=True)
     device, size = embedding.weight.device, config.vocab_size
     tokens = torch.arange(2 * LENGTH, device=device).view(2, -1) % size
@@ -89,14 +99,14 @@ def run_alone(
         "use_cache": False,
         "return_dict": True,
     } | ({"position_ids": positions} if with_positions else {})
-    _refuse_unknown(model, given)
+    _refuse_unknown(model if labels_of(model) in ("next", "own") else model.base_model, given)
     hook = None
     if any(map(has_state, model.modules())):
         hook = model.base_model.register_forward_pre_hook(_add_alone, with_kwargs=True)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.no_grad(), masks_by(lambda window: _Alone(window, heads)):
+        with torch.no_grad(), masks_by(alone):
             output = _call(model, given)
             then()
     finally:
@@ -106,14 +116,11 @@ def run_alone(
             module.training = True
     if output.loss is None:
         raise ValueError(f"{type(model).__name__} computes no loss from labels: not supported over ranks")
-    targets = tokens[:, 1:].flatten() % output.logits.size(-1)
-    expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), targets)
-    return ProbeResult(output.logits, output.loss, expected, heads)
-
-
-def scores_sequences(model: nn.Module) -> bool:
-    """Whether a model gives each sequence a score, as reward models do."""
-    return model.get_output_embeddings() is None and isinstance(getattr(model, "score", None), nn.Linear)
+    logits, targets = output.logits, tokens % output.logits.size(-1)
+    if labels_of(model) != "own":
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    expected = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return ProbeResult(output.logits, output.loss, expected, heads, ahead)
 
 
 def _add_alone(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -124,7 +131,7 @@ def _call(model: PreTrainedModel, given: dict[str, Any]) -> Any:
     """The model's outputs. An error of the model becomes a ValueError of one line."""
     who = type(model).__name__
     try:
-        if scores_sequences(model):
+        if labels_of(model) in ("head", "base"):  # whose hidden states are looked at
             labels = given.pop("labels")
             hidden = model.base_model(**given).last_hidden_state
             loss = F.cross_entropy(hidden[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten() % hidden.size(-1))
@@ -144,15 +151,18 @@ def _refuse_unknown(model: PreTrainedModel, given: dict[str, Any]) -> None:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in given:
-        if name not in known:
+        if name not in known and name != "labels":
             raise ValueError(f"{type(model).__name__} has no argument {name}: not supported over ranks")
 
 
-def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
+def refuse_mixing(model: PreTrainedModel, chunks: bool = False) -> set[tuple[int, int]]:
     """Refuse a model that mixes tokens outside of the attention function: convolutions, recurrences, other attention.
 
     If tokens see only themselves, the result for a token must not depend on earlier tokens or on its index in the
     input. The model's loss must be the loss that is computed over ranks.
+
+    Args:
+        chunks: layers run in chunks, whose queries see no later chunk.
 
     Returns:
         (query heads, key heads) of its attention layers.
@@ -171,9 +181,12 @@ def refuse_mixing(model: PreTrainedModel) -> set[tuple[int, int]]:
         raise ValueError(f"{who} uses a token's index in its input in place of position_ids: not supported over ranks")
     if not close(probe.logits[:2], run_alone(model, with_positions=False).logits[:2]):
         raise ValueError(f"{who} does not count positions as 0, 1, 2, ... by default: not supported over ranks")
+    if chunks and True in probe.ahead:
+        raise ValueError(f"{who} lets tokens see later ones, which FPDT's chunks do not: leave fpdt out")
     if not close(probe.expected, probe.loss):
+        which = "masked" if labels_of(model) == "own" else "next"
         raise ValueError(
-            f"{who} computes another loss ({float(probe.loss):.4g}) than the cross entropy of the next token "
+            f"{who} computes another loss ({float(probe.loss):.4g}) than the cross entropy of the {which} token "
             f"({float(probe.expected):.4g}), which is the only one supported over ranks"
         )
     return probe.heads

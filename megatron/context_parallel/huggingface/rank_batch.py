@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.context_parallel.layout.masks import Causal, Documents, Mask, Window
+from megatron.context_parallel.layout.masks import Causal, Documents, Full, Mask, Window
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 
 IGNORED = -100
-KNOWN = ("input_ids", "labels", "position_ids", "attention_mask", "num_items_in_batch")
+KNOWN = ("input_ids", "labels", "position_ids", "attention_mask", "token_type_ids", "num_items_in_batch")
+OF_HEADS = ("start_positions", "end_positions")  # what heads read in addition to labels
 # Entries that collators make for flash attention in addition to position_ids; they contain the same documents.
 FOLLOWING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -35,6 +36,7 @@ class Part:
         longest: one more than the largest position.
         number: how many batches came before; dropout depends on it.
         scoring: if given, the model returns log-probabilities; options of :func:`decoder_loss.token_scores`.
+        whole: the complete batch, for a head that reads all hidden states.
     """
 
     layout: SequenceLayout
@@ -43,23 +45,33 @@ class Part:
     longest: int
     number: int
     scoring: Mapping[str, Any] | None = None
+    whole: Mapping[str, Any] | None = None
 
-    def masks(self, window: int | None) -> list[Mask]:
-        """One mask for all samples or one for each; ``window``: keys that a query sees, itself included."""
-        within = Causal() if window is None or window >= self.layout.seq_length else Window(window - 1)
+    def masks(self, window: int | None, ahead: bool = False) -> list[Mask]:
+        """One mask for all samples or one for each; for the arguments see ``transformers_attention.Shared``."""
+        everything = window is None or window >= self.layout.seq_length
+        if ahead:
+            within: Mask = Full() if everything else Window(window, window)
+        else:
+            within = Causal() if everything else Window(window - 1)
         masks = [within if len(ends) == 1 else Documents(ends, within) for ends in self.ends]
         return masks[:1] if len(set(self.ends)) == 1 else masks
 
 
-def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[dict[str, Any], Part]:
+def cut(
+    batch: Mapping[str, Any], layout: SequenceLayout, number: int, labels_of: str = "next"
+) -> tuple[dict[str, Any], Part]:
     """This rank's part of a complete batch.
 
     Args:
         batch: ``input_ids`` [b, s]. Optional: ``labels`` [b, s], not shifted, -100 for ignored labels; ``position_ids``
             [b, s] or [1, s], which restart at each document; ``attention_mask`` [b, s], 1 for tokens and 0 for padding
-            on the right; ``num_items_in_batch``; the documents' ends in the form for flash attention.
+            on the right; ``num_items_in_batch``; the documents' ends in the form for flash attention;
+            ``token_type_ids`` [b, s].
         layout: of all batches; with the balance "documents" it is made again for the first sample's documents.
         number: of this batch.
+        labels_of: what a token's output is compared with: the "next" token's label, its "own" (masked language models),
+            or nothing here, because a "head" reads all tokens and the complete batch.
 
     Returns:
         ``input_ids``, ``position_ids`` and ``shift_labels`` [b, s_local], and properties of the complete batch.
@@ -67,8 +79,9 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
     Raises:
         ValueError: an entry is not supported.
     """
+    head = labels_of == "head"
     for name in batch:
-        if name not in KNOWN + FOLLOWING and batch[name] is not None:
+        if name not in KNOWN + FOLLOWING + OF_HEADS * head and batch[name] is not None:
             raise ValueError(f"the batch's {name} is not supported over ranks: leave it out, use {', '.join(KNOWN)}")
     tokens = batch["input_ids"]
     if tokens.dim() != 2 or tokens.size(1) != layout.seq_length:
@@ -77,7 +90,9 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
             "seq_length of parallelize; pad or pack it"
         )
     labels, positions, padding = (batch.get(name) for name in ("labels", "position_ids", "attention_mask"))
-    targets = None if labels is None else F.pad(_same_shape(labels, tokens, "labels"), (0, 1), value=IGNORED)[:, 1:]
+    targets = None if labels is None or head else _same_shape(labels, tokens, "labels")
+    if targets is not None and labels_of == "next":
+        targets = F.pad(targets, (0, 1), value=IGNORED)[:, 1:]
     ends = _ends(tokens, positions)
     for name in FOLLOWING[:2]:
         if batch.get(name) is not None and (len(ends) > 1 or batch[name].tolist() != [0, *ends[0]]):
@@ -93,12 +108,16 @@ def cut(batch: Mapping[str, Any], layout: SequenceLayout, number: int) -> tuple[
         "input_ids": layout.shard(tokens, dim=1),
         "position_ids": layout.shard(positions.expand(tokens.size(0), -1), dim=1),
     }
+    if batch.get("token_type_ids") is not None:
+        kinds = _same_shape(batch["token_type_ids"], tokens, "token_type_ids")
+        own["token_type_ids"] = layout.shard(kinds, dim=1)
     if targets is not None:
         own["shift_labels"] = layout.shard(targets, dim=1)
-    if batch.get("num_items_in_batch") is not None:
+    if batch.get("num_items_in_batch") is not None and not head:
         own["num_items_in_batch"] = batch["num_items_in_batch"]
     labelled = None if targets is None else int(targets.ne(IGNORED).sum())
-    return own, Part(layout, ends, labelled, int(positions.max()) + 1, number)
+    whole = {name: batch[name] for name in batch if name not in (*FOLLOWING, "num_items_in_batch")} if head else None
+    return own, Part(layout, ends, labelled, int(positions.max()) + 1, number, whole=whole)
 
 
 def only_within_documents(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ NAME = "megatron_context_parallel"
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "num_items_in_batch", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "layer_idx", "labels", "context_mixer",
+    "deterministic",
 }  # fmt: skip
 # Arguments about the entries of a mask, which is never made.
 OF_ENTRIES = {
@@ -48,7 +49,7 @@ class Call:
     """The options of a layer's call of attention.
 
     Attributes:
-        window: keys that a query sees, itself included; None: all before it.
+        window: see :class:`Shared`.
         layer: its number in the model.
         scale, softcap, sinks: see :class:`~megatron.context_parallel.attention.rule.AttentionRule`.
         dropout: current probability.
@@ -66,18 +67,20 @@ class InPlaceOfMask(Protocol):
     """The object that a model passes to its attention as ``attention_mask``."""
 
     window: int | None
+    ahead: bool
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """[b, heads, s, d] -> [b, s, heads, d of v]."""
         ...
 
 
-_masks_by: ContextVar[Callable[[int | None], InPlaceOfMask] | None] = ContextVar("masks_by", default=None)
+Make = Callable[[int | None, bool], InPlaceOfMask]
+_masks_by: ContextVar[Make | None] = ContextVar("masks_by", default=None)
 
 
 @contextmanager
-def masks_by(make: Callable[[int | None], InPlaceOfMask]) -> Iterator[None]:
-    """A context in which models get ``make(window)`` in place of their masks."""
+def masks_by(make: Make) -> Iterator[None]:
+    """A context in which models get ``make(window, ahead)`` in place of their masks; see :class:`Shared`."""
     token = _masks_by.set(make)
     try:
         yield
@@ -93,12 +96,14 @@ class Shared:
         part: properties of the batch.
         kernel: name of the kernel.
         window: keys that a query sees, itself included; None: all before it.
+        ahead: it sees later keys too; the window is then the largest distance to either side.
         seed: of dropout.
     """
 
     part: Part
     kernel: str
     window: int | None
+    ahead: bool
     seed: int
 
     def rule(self, call: Call, samples: int) -> AttentionRule:
@@ -114,7 +119,7 @@ class Shared:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         rule = self.rule(call, q.size(0))
         q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
-        masks = self.part.masks(call.window)
+        masks = self.part.masks(call.window, self.ahead)
         out = attention_by_rule(q, k, v, layout=self.part.layout, rule=rule, masks=masks)
         return out.transpose(0, 1).contiguous()  # some models call view() on it
 
@@ -160,16 +165,16 @@ def attend(
         raise ValueError(f"{attention_mask.why}: not supported over ranks")
     if not hasattr(attention_mask, "attend"):
         raise ValueError(
-            f"{who} has no causal mask made by transformers: attention over another sequence, over images, or with a "
+            f"{who} has no mask made by transformers: attention over another sequence, over images, or with a "
             "mask given by the caller is not supported over ranks"
         )
-    if is_causal is False:
+    if is_causal is False and not attention_mask.ahead:
         raise ValueError(f"{who} asks for attention that is not causal: not supported over ranks")
     for name, asked in others.items():
         if name not in HARMLESS and asked is not None:
             raise ValueError(f"{who} passes {name} to its attention, which is not supported over ranks")
     window = attention_mask.window
-    if sliding_window not in (None, window):
+    if sliding_window not in (None, window) and not attention_mask.ahead:  # the mask counts to either side
         raise ValueError(f"{who} has a window of {sliding_window} tokens, but its mask one of {window}: not supported")
     call = Call(window, getattr(module, "layer_idx", None) or 0, scaling, softcap, s_aux, dropout)
     return attention_mask.attend(query, key, value, call), None
@@ -197,23 +202,29 @@ def mask(
             "this model is distributed over ranks: call it as model(**context.shard(batch)), or restore it by "
             "context.remove() first"
         )
-    if use_vmap or not (allow_is_causal_skip or mask_function is causal_mask_function):
+    ahead = _looks_ahead(mask_function, local_size)
+    if use_vmap or not (allow_is_causal_skip or ahead or mask_function is causal_mask_function):
         return NotCausal("the model adds to its causal mask (for example full attention within images)")
-    if not _is_causal(mask_function, local_size):
-        return NotCausal("the model's mask is neither causal nor a causal sliding window")
-    return make(local_size)
+    if ahead is None:
+        return NotCausal("the model's mask is neither causal nor full, nor a sliding window of these")
+    return make(local_size, ahead)
 
 
-def _is_causal(function: Callable[..., Any], window: int | None) -> bool:
-    """Whether a mask function is causal within ``window``, tested for pairs at the edges."""
+def _looks_ahead(function: Callable[..., Any], window: int | None) -> bool | None:
+    """Whether a mask function is full, and not causal, within ``window``, tested for pairs at the edges; None: neither.
+
+    A full window reaches to either side.
+    """
     if function is causal_mask_function and window is None:
-        return True
+        return False
     left = window or 1000
     q = torch.tensor([0, 1, left - 1, left, left + 1, 2 * left, 5 * left])[:, None]
-    k = torch.cat([q + step for step in (-left - 1, -left, 1 - left, -1, 0, 1, left)], dim=1).clamp(min=0)
+    k = torch.cat([q + step for step in (-left - 1, -left, 1 - left, -1, 0, 1, left, left + 1)], dim=1).clamp(min=0)
     q, none = q.expand_as(k), torch.zeros_like(k)
     seen = torch.as_tensor(function(none, none, q, k)).expand_as(k)
-    return bool(seen.eq((k <= q) & ((k > q - left) if window else True)).all())
+    if bool(seen.eq((k <= q) & ((k > q - left) if window else True)).all()):
+        return False
+    return True if bool(seen.eq(((k - q).abs() <= left) if window else torch.ones_like(seen)).all()) else None
 
 
 def register() -> None:

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from transformers import set_seed
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 
+from megatron.context_parallel.huggingface.heads import scores_tokens
 from megatron.context_parallel.huggingface.parallel import ContextParallel, parallelize
-from megatron.context_parallel.huggingface.probe import scores_sequences
 from megatron.context_parallel.huggingface.rank_batch import IGNORED
 from megatron.context_parallel.huggingface.trainer import ContextParallelMixin
 
@@ -125,7 +125,7 @@ def over_ranks(context: ContextParallel, temperature: float = 1.0) -> None:
     """
     model = context.model
     before, generate = model.forward, getattr(model, "generate", None)
-    scores = scores_sequences(model)
+    scores = scores_tokens(model)
 
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head or scores:
