@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -30,11 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("predicted", type=Path, help="trace of a dry run (next to its --dry-run-json)")
     parser.add_argument("measured", type=Path, nargs="+", help="torch.profiler's traces, of one rank each")
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="the ranks of these traces (0, 1, ...)")
+    named = "the ranks of these traces (default: those of names like rank-3.json.gz, else 0, 1, ...)"
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help=named)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison")
     parser.add_argument("--merged", type=Path, metavar="FILE", help="write one trace with both, to look at")
     options = parser.parse_args(argv)
-    ranks = options.ranks or list(range(len(options.measured)))
+    named = [re.search(r"rank-(\d{1,6})\b", path.name) for path in options.measured]
+    ranks = options.ranks or [int(name[1]) if name else number for number, name in enumerate(named)]
     if len(ranks) != len(options.measured):
         parser.error(f"--ranks names {len(ranks)} ranks for {len(options.measured)} files: give one for each")
     try:

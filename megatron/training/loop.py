@@ -123,7 +123,7 @@ def _features(job: Job, reporter: Reporter) -> list[Feature]:
         chosen.append(ReplicaCheck(job))
     if config.faults.log_straggler:
         chosen.append(LogStragglers(job, reporter))
-    if config.logging.profile:
+    if config.logging.profile or config.logging.record_memory_history:
         chosen.append(Profiler(job, reporter))
     if config.run.manual_gc:
         chosen.append(GarbageCollection(config.run.manual_gc_interval))

@@ -21,8 +21,10 @@ from tests.properties import examples
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference" / "megatron_flags_0.16.1.tsv"
 
 # Flags that Megatron-LM 0.16.1 does not have: ours, and other programs' spellings.
-OURS = """--rotary-base-local --geglu --sandwich-norm --reordered-norm --parallel-residual
---qk-layernorm-all-heads --scale-embeddings --softmax-scale --attn-logit-softcapping
+OURS = """--mlflow-experiment --mlflow-project --mlflow-run-name --mlflow-tracking-uri --rotary-base-local
+--geglu --sandwich-norm --reordered-norm --parallel-residual
+--qk-layernorm-all-heads --scale-embeddings --embedding-multiplier --residual-multiplier --logits-scaling
+--softmax-scale --attn-logit-softcapping
 --final-logit-softcapping --model --layernorm-epsilon --ulysses-parallel-size --ds-sequence-parallel-size
 --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl

@@ -102,7 +102,10 @@ EFFECTS = f"""
 | --sandwich-norm | layers.output_norms
 | --reordered-norm | layers.input_norms layers.output_norms
 | --parallel-residual | layers.parallel_residual
-| --scale-embeddings | scaled-embeddings
+| --scale-embeddings | factor-of-embeddings
+| --embedding-multiplier 12 | factor-of-embeddings
+| --residual-multiplier 0.2 | layers.residual_multiplier
+| --logits-scaling 8 | layers.final_scale
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention
 | {MOE} | core.num_moe_experts core.moe_ffn_hidden_size layers.experts ...
@@ -358,6 +361,7 @@ def test_every_setting_has_a_test_of_its_effect():
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",
         "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",
+        "--mlflow-run-name a --mlflow-tracking-uri b --memory-snapshot-path c",
         "--profile-step-start 3 --profile-step-end 5 --profile-ranks 1 --use-pytorch-profiler --record-shapes",
         "--pytorch-profiler-collect-callstack --profile --device cuda",
     ],
@@ -413,25 +417,42 @@ def test_process_groups(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """--wandb-*, --tensorboard-*, --no-progress and --peak-tflops reach the code that writes logs."""
+    """--wandb-*, --mlflow-*, --tensorboard-*, --no-progress and --peak-tflops reach the code that writes logs.
+
+    All logs have the same names.
+    """
     import torch
     from torch.utils import tensorboard
 
     from megatron.training.report import mfu, reporter
 
     seen: dict[str, Any] = {}
+    names: dict[str, set[str]] = {"tensorboard": set(), "wandb": set(), "mlflow": set()}
     wandb = SimpleNamespace(
-        init=lambda **arguments: seen.update(arguments) or SimpleNamespace(log=lambda *_, **__: None)
+        init=lambda **arguments: (
+            seen.update(arguments) or SimpleNamespace(log=lambda values, **__: names["wandb"].update(values))
+        )
+    )
+    mlflow = SimpleNamespace(
+        set_tracking_uri=lambda uri: seen.update(uri=uri),
+        set_experiment=lambda name: seen.update(experiment=name),
+        start_run=lambda run_name: seen.update(run=run_name),
+        log_params=lambda params: seen.update(params=params),
+        log_metrics=lambda values, step: names["mlflow"].update(values),
     )
     points: list[int] = []
-    writer = SimpleNamespace(add_scalar=lambda name, value, step: points.append(step))
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: (points.append(step), names["tensorboard"].add(name))
+    )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setattr(tensorboard, "SummaryWriter", lambda path, max_queue: seen.update(queue=max_queue) or writer)
     monkeypatch.setattr(reporter, "tqdm", lambda **_: SimpleNamespace(update=print, set_postfix=lambda **_: None))
     monkeypatch.setattr(reporter.sys, "stderr", SimpleNamespace(isatty=lambda: True))
     flags = (
         f"--wandb-project a --wandb-exp-name b --wandb-save-dir c --wandb-entity d --tensorboard-dir {tmp_path} "
-        "--tensorboard-queue-size 7 --tensorboard-log-interval 2 --peak-tflops 3 --log-interval 100"
+        "--tensorboard-queue-size 7 --tensorboard-log-interval 2 --peak-tflops 3 --log-interval 100 "
+        "--mlflow-experiment e --mlflow-run-name f --mlflow-tracking-uri g"
     )
     for more, bar in (("", True), ("--no-progress", False)):
         config = parse(f"{BASE} --train-iters 20 {flags} {more}".split(), world_size=1)
@@ -441,7 +462,9 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         row = {"iteration": iteration, "lm_loss": 1.0}
         report.step(row, learning_rate=1.0, loss_scale=1.0, extra={})
     assert (seen["project"], seen["name"], seen["dir"], seen["entity"], seen["queue"]) == ("a", "b", "c", "d", 7)
-    assert set(points) == {2, 4}
+    assert (seen["experiment"], seen["run"], seen["uri"]) == ("e", "f", "g")
+    assert seen["params"]["optimizer.lr"] == config.optimizer.lr
+    assert set(points) == {2, 4} and all(own == {"lm_loss", "learning_rate"} for own in names.values())
     assert mfu.peak_flops(config, torch.device("cpu")) == 3e12
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the reports of a run: console lines, a progress bar, JSON lines, TensorBoard, Weights & Biases."""
+"""Writes the reports of a run: console lines, a progress bar, JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+A number has the same name in all logs: that of --log-jsonl.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -22,6 +26,7 @@ from megatron.training.refusal import Refusal, reason, refusing
 from megatron.training.settings.config import Config
 
 logger = logging.getLogger(__name__)
+FLAGS = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project", "mlflow": "--mlflow-experiment"}
 
 
 class Reporter:
@@ -36,6 +41,7 @@ class Reporter:
         self.bar: tqdm | None = None
         self.tensorboard: Any = None
         self.wandb: Any = None
+        self.mlflow: Any = None
         self.skipped = 0
         if active:
             self._open()
@@ -50,8 +56,11 @@ class Reporter:
             with refusing(f"--tensorboard-dir {settings.tensorboard_dir}", OSError):
                 self.tensorboard = _start_tensorboard(settings.tensorboard_dir, settings.tensorboard_queue_size)
         if settings.wandb_project:
-            wandb = _import_wandb()
+            wandb = _imported("wandb", "--wandb-project", "Weights & Biases")
             self._attempt("wandb", lambda: setattr(self, "wandb", _start_wandb(wandb, self.config)))
+        if settings.mlflow_experiment:
+            mlflow = _imported("mlflow", "--mlflow-experiment", "MLflow")
+            self._attempt("mlflow", lambda: setattr(self, "mlflow", _start_mlflow(mlflow, self.config)))
 
     def say(self, line: str) -> None:
         """One line on the console, above the progress bar."""
@@ -112,13 +121,15 @@ class Reporter:
             self._attempt("tensorboard", self.tensorboard.close)
         if self.wandb is not None:
             self._attempt("wandb", self.wandb.finish)
+        if self.mlflow is not None:
+            self._attempt("mlflow", self.mlflow.end_run)
 
     def _attempt(self, writer: str, action: Callable[[], object]) -> None:
         """Call another program's logger. If that fails for any reason, the run continues without that log."""
         try:
             action()
         except Exception as error:
-            flag = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project"}[writer]
+            flag = FLAGS[writer]
             self.say(f" WARNING: {flag}: {reason(error)}; going on without it")
             setattr(self, writer, None)
 
@@ -127,10 +138,13 @@ class Reporter:
             self._attempt("tensorboard", lambda: self._to_tensorboard(values, iteration))
         if self.wandb is not None:
             self._attempt("wandb", lambda: self.wandb.log(values, step=iteration))
+        if self.mlflow is not None:
+            numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+            self._attempt("mlflow", lambda: self.mlflow.log_metrics(numbers, step=iteration))
 
     def _to_tensorboard(self, values: dict[str, float], iteration: int) -> None:
         for name, value in values.items():
-            self.tensorboard.add_scalar(name if " " in name else name.replace("_", "-"), value, iteration)
+            self.tensorboard.add_scalar(name, value, iteration)
 
     def _line(self, row: dict[str, Any], learning_rate: float, loss_scale: float, extra: dict[str, float]) -> str:
         losses = [step["lm_loss"] for step in self.window if "bad_batch" not in step] or [row["lm_loss"]]
@@ -194,12 +208,25 @@ def _start_tensorboard(folder: str, queue: int) -> Any:
     return writer
 
 
-def _import_wandb() -> Any:
+def _imported(package: str, flag: str, name: str) -> Any:
     try:
-        import wandb
+        return import_module(package)
     except ImportError:
-        raise Refusal("--wandb-project needs Weights & Biases: pip install wandb, or leave the flag out") from None
-    return wandb
+        raise Refusal(f"{flag} needs {name}: pip install {package}, or leave the flag out") from None
+
+
+def _start_mlflow(mlflow: Any, config: Config) -> Any:
+    settings = config.logging
+    if settings.mlflow_tracking_uri is not None:
+        mlflow.set_tracking_uri(settings.mlflow_tracking_uri)
+    mlflow.set_experiment(settings.mlflow_experiment)
+    mlflow.start_run(run_name=settings.mlflow_run_name)
+    sections = asdict(config).items()
+    mlflow.log_params(
+        {f"{section}.{name}": value for section, values in sections if isinstance(values, dict)
+         for name, value in values.items() if value is not None}
+    )  # fmt: skip
+    return mlflow
 
 
 def _start_wandb(wandb: Any, config: Config) -> Any:

@@ -9,8 +9,11 @@ from megatron.training.settings.flag import ABOVE_ZERO, NOT_NEGATIVE, count, fla
 from megatron.training.settings.read_with import (
     COPIES,
     LOAD,
+    MEMORY_HISTORY,
+    MLFLOW,
     PROFILE,
     PYTORCH_PROFILER,
+    RECORDED,
     REPLICATION,
     SAVE,
     SPIKES,
@@ -99,7 +102,7 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    """Console, JSON, TensorBoard and Weights & Biases."""
+    """Console, JSON, TensorBoard, Weights & Biases and MLflow."""
 
     log_interval: int = count(100, "iterations between console lines")
     log_jsonl: str | None = flag(None, "file that gets one JSON object per step")
@@ -114,6 +117,11 @@ class LoggingConfig:
     wandb_exp_name: str | None = flag(None, "Weights & Biases run name", aliases=["--wandb-name"], read_with=WANDB)
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases", read_with=WANDB)
     wandb_entity: str | None = flag(None, "Weights & Biases entity", aliases=["--wandb-entity-name"], read_with=WANDB)
+    mlflow_experiment: str | None = flag(None, "MLflow experiment", aliases=["--mlflow-project"])
+    mlflow_run_name: str | None = flag(None, "MLflow run name", read_with=MLFLOW)
+    mlflow_tracking_uri: str | None = flag(
+        None, "where MLflow keeps runs; default its own: MLFLOW_TRACKING_URI, or ./mlruns", read_with=MLFLOW
+    )
     peak_tflops: float | None = flag(
         None,
         "peak TFLOP/s of one device, for MFU; default by GPU name, or this CPU's measured GEMM rate",
@@ -121,10 +129,10 @@ class LoggingConfig:
     )
     progress: bool = flag(True, "no progress bar", flags=["--no-progress"])
     profile: bool = flag(False, "record some steps: ranges for nsys, or traces with --use-pytorch-profiler")
-    profile_step_start: int = flag(10, "--profile begins after this iteration", read_with=PROFILE, range=NOT_NEGATIVE)
-    profile_step_end: int = count(12, "--profile ends after this iteration", read_with=PROFILE)
+    profile_step_start: int = flag(10, "--profile begins after this iteration", read_with=RECORDED, range=NOT_NEGATIVE)
+    profile_step_end: int = count(12, "--profile ends after this iteration", read_with=RECORDED)
     profile_ranks: list[int] = flag(
-        [0], "ranks that --profile records", nargs="+", read_with=PROFILE, range=NOT_NEGATIVE
+        [0], "ranks that --profile records", nargs="+", read_with=RECORDED, range=NOT_NEGATIVE
     )
     use_pytorch_profiler: bool = flag(
         False,
@@ -142,6 +150,14 @@ class LoggingConfig:
         "--use-pytorch-profiler records the lines of Python",
         flags=["--pytorch-profiler-collect-callstack"],
         read_with=PYTORCH_PROFILER,
+    )
+    record_memory_history: bool = flag(
+        False,
+        "PyTorch's history of a GPU's memory, of the ranks of --profile-ranks: written after --profile-step-end, for "
+        "https://pytorch.org/memory_viz",
+    )
+    memory_snapshot_path: str = flag(
+        "snapshot.pickle", "file of --record-memory-history; rank-N- comes before its name", read_with=MEMORY_HISTORY
     )
     profile_memory: str | None = flag(
         None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture"

@@ -96,7 +96,13 @@ TIKTOKEN = Condition("read only with --tokenizer-type TikTokenizer", lambda c: c
 TOKENIZER_FILE = Condition("this tokenizer reads no file", lambda c: c.data.tokenizer_type not in FILELESS)
 TENSORBOARD = Condition("read only with --tensorboard-dir", lambda c: c.logging.tensorboard_dir is not None)
 WANDB = Condition("read only with --wandb-project", lambda c: c.logging.wandb_project is not None)
+MLFLOW = Condition("read only with --mlflow-experiment", lambda c: c.logging.mlflow_experiment is not None)
+MEMORY_HISTORY = Condition("read only with --record-memory-history", lambda c: c.logging.record_memory_history)
 PROFILE = Condition("read only with --profile", lambda c: c.logging.profile)
+RECORDED = Condition(
+    "read only with --profile or --record-memory-history",
+    lambda c: c.logging.profile or c.logging.record_memory_history,
+)
 PYTORCH_PROFILER = Condition(
     "read only with --profile and --use-pytorch-profiler",
     lambda c: c.logging.profile and c.logging.use_pytorch_profiler,

@@ -63,7 +63,6 @@ what is logged is set by --log-interval, --log-jsonl, --tensorboard-dir and --wa
     --straggler-minmax-count 1 1 --disable-straggler-on-startup --run-workload-inspector-server --config-logger-dir 1
     --no-one-logger --one-logger-project 1 megatron-lm --one-logger-run-name 1 --one-logger-async --app-tag-run-name 1
     --app-tag-run-version 1 0.0.0 --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard
-where memory goes is shown by --profile-memory: --record-memory-history --memory-snapshot-path 1 snapshot.pickle
 experts are computed one after the other, with the same result: --moe-grouped-gemm --moe-use-legacy-grouped-gemm
 how tokens are sent, and what overlaps, does not change the result: --moe-shared-expert-overlap
     --moe-permute-fusion --moe-router-fusion --moe-deepep-num-sms 1 20 --moe-hybridep-num-sms 1 16

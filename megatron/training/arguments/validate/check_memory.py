@@ -251,9 +251,9 @@ def _fsdp(config: Config) -> None:
 
 
 def _traces(config: Config, world_size: int) -> None:
-    """Check --profile. Without it, its other flags get a note: see their fields."""
-    logging = config.logging
-    if not logging.profile:
+    """Check --profile and --record-memory-history. Without them, other flags get a note: see their fields."""
+    logging, on_cpu = config.logging, config.run.device == "cpu"
+    if not (logging.profile or logging.record_memory_history):
         return
     if logging.profile_step_end <= logging.profile_step_start:
         raise Refusal(
@@ -265,7 +265,9 @@ def _traces(config: Config, world_size: int) -> None:
         config.notes.append(f"no effect here: --profile-ranks {' '.join(beyond)} ({ranks})")
     if logging.use_pytorch_profiler and logging.tensorboard_dir is None:
         raise Refusal("--use-pytorch-profiler", "writes its traces to --tensorboard-dir: add --tensorboard-dir DIR")
-    if not logging.use_pytorch_profiler and config.run.device == "cpu":
+    if logging.record_memory_history and on_cpu:
+        config.notes.append("--record-memory-history: no effect on a CPU; --profile-memory shows its memory")
+    if logging.profile and not logging.use_pytorch_profiler and on_cpu:
         config.notes.append("--profile without --use-pytorch-profiler: no effect on a CPU, which nsys does not record")
 
 

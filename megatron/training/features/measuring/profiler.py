@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--profile: PyTorch's traces of some steps, which Perfetto and TensorBoard open, or a range for NVIDIA's nsys."""
+"""--profile: PyTorch's traces of some steps, which Perfetto and TensorBoard open, or a range for NVIDIA's nsys.
+
+--record-memory-history: PyTorch's own record of a GPU's memory in the same steps.
+"""
 
 from __future__ import annotations
 
 import errno
 import gzip
 import os
+import pickle
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +24,8 @@ from megatron.training.job import Job
 from megatron.training.refusal import reason
 from megatron.training.report.reporter import Reporter
 
+ENTRIES = 100_000  # allocations and frees that the history of memory keeps
+
 
 class Profiler(Feature):
     """Records the iterations after ``--profile-step-start`` up to ``--profile-step-end``, on ``--profile-ranks``."""
@@ -28,15 +34,20 @@ class Profiler(Feature):
         self.job, self.reporter, self.settings = job, reporter, job.config.logging
         self.rank = dist.get_rank()
         self._recording: profiler.profile | torch.autograd.profiler.emit_nvtx | None = None
-        self._begun = 0
+        self._begun, self._history = 0, False
 
     def before_step(self) -> None:
         done, settings = self.job.progress.iteration, self.settings
-        if self._recording or not settings.profile_step_start <= done < settings.profile_step_end:
+        if self._recording or self._history or not settings.profile_step_start <= done < settings.profile_step_end:
             return
         if self.rank not in settings.profile_ranks:
             return
         on_gpu = self.job.runtime.device.type == "cuda"
+        if settings.record_memory_history and on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+            self._history = True
+        if not settings.profile:
+            return
         if settings.use_pytorch_profiler:
             kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * on_gpu
             self._recording = profiler.profile(
@@ -54,6 +65,9 @@ class Profiler(Feature):
             self.stop()
 
     def stop(self) -> None:
+        if self._history:
+            self._history = False
+            self._write_history(Path(self.settings.memory_snapshot_path))
         recording, self._recording = self._recording, None
         if recording is None:
             return
@@ -76,6 +90,18 @@ class Profiler(Feature):
             self.reporter.say(f" WARNING: --profile: rank {self.rank}: {reason(error)}; going on without it")
         else:
             self.reporter.say(f" > --profile: rank {self.rank} wrote {path}")
+
+    def _write_history(self, path: Path) -> None:
+        path = path.with_name(f"rank-{self.rank}-{path.name}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as file:
+                pickle.dump(torch.cuda.memory._snapshot(), file)
+        except OSError as error:
+            self.reporter.say(f" WARNING: --record-memory-history: {reason(error)}; going on without it")
+        else:
+            self.reporter.say(f" > --record-memory-history: rank {self.rank} wrote {path}")
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def ends_in_brace(path: Path) -> bool:
