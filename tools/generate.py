@@ -3,6 +3,7 @@
 """Generate text from prompts with a checkpoint (ours, Megatron-LM's or a Hugging Face folder), on any grid.
 
     python tools/generate.py --load out/llama --prompt "def main(" --max-new-tokens 64
+    python tools/generate.py --load out/chatty --chat
     torchrun --nproc-per-node 4 tools/generate.py --load out/llama --prompts prompts.jsonl --max-new-tokens 256 \\
         --ulysses-parallel-size 2 --ring-parallel-size 2 --temperature 0.8 --top-p 0.95 --output answers.jsonl
 
@@ -36,7 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one prompt per line; in a .jsonl file, as a JSON object"
     )
-    parser.add_argument("--max-new-tokens", type=int, required=True, metavar="N", help="maximum length of an answer")
+    chat = "prompts are what a user says, rendered by the chat template; without prompts, read them line by line"
+    parser.add_argument("--chat", action="store_true", help=chat)
+    longest = "maximum length of an answer (default: %(default)s)"
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=longest)
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token (the default)")
     parser.add_argument("--temperature", type=float, metavar="X", help="sample from logits divided by X")
     parser.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens")
@@ -63,7 +67,7 @@ def order_of(args: argparse.Namespace) -> Any:
         raise Refusal(f"--top-k {args.top_k} must be at least 1; without it, all tokens can be sampled")
     if not 0 < drawn.get("top_p", 1.0) <= 1:
         raise Refusal(f"--top-p {args.top_p:g} must be above 0 and at most 1")
-    same = ("load", "prompt", "prompts", "max_new_tokens", "ckpt_step", "dtype", "output")
+    same = ("load", "prompt", "prompts", "max_new_tokens", "ckpt_step", "dtype", "output", "chat")
     return Order(**{name: getattr(args, name) for name in same}, sampling=Sampling(greedy=not drawn, **drawn))
 
 

@@ -125,6 +125,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     request: Request,
     progress: Callable[[int], object] = lambda tokens: None,
+    seen: Callable[[Answer], object] = lambda answer: None,
 ) -> tuple[list[Answer], Counts]:
     """Answer all prompts, in their order. All ranks call it with the same arguments and get all answers.
 
@@ -133,6 +134,7 @@ def generate(
     Args:
         prompts: token ids, at least one each.
         progress: called with the number of new tokens after each pass.
+        seen: called with each answer of this replica after each of its tokens.
     """
     data, counts = decoder.grid.data, Counts()
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # similar lengths share a batch
@@ -140,7 +142,7 @@ def generate(
     answers: list[Answer] = []
     for numbers in batches[data.rank :: data.size]:
         batch = [prompts[number] for number in numbers]
-        answers += _answer_batch(decoder, numbers, batch, request, counts, progress)
+        answers += _answer_batch(decoder, numbers, batch, request, counts, progress, seen)
     if data.size > 1:
         by_replica: list = [None] * data.size
         dist.all_gather_object(by_replica, answers, group=data.group)
@@ -155,6 +157,7 @@ def _answer_batch(
     request: Request,
     counts: Counts,
     progress: Callable[[int], object],
+    seen: Callable[[Answer], object],
 ) -> list[Answer]:
     """Answer one batch of prompts, which are sorted by length."""
     answers, begin = [Answer(number) for number in numbers], time.perf_counter()
@@ -172,6 +175,7 @@ def _answer_batch(
             if not answer.stopped:
                 answer.tokens.append(token)
                 answer.stopped = token in request.stop
+                seen(answer)
         progress(len(unfinished))
         counts.new_tokens += len(unfinished)
         if all(answer.stopped for answer in answers) or place == request.max_new_tokens - 1:

@@ -14,12 +14,14 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
+from megatron.inference.chat import Conversation, Stream, Template, chat_of, converse, line_of, said
 from megatron.inference.generate import Answer, Counts, Request, Sampling, generate
 from megatron.inference.load import check_length, configure, load_decoder
 from megatron.system.whole_file import replace_file
 from megatron.training import pretrain
 from megatron.training.checkpoint.arguments_of import unchecked, vocabulary
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
+from megatron.training.data.chat_template import Chat, Message
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.ownership.own_files import one_job_of_ranks
@@ -30,18 +32,28 @@ from megatron.training.setup import Runtime
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: ``where`` names it in messages; ``text`` is None if it was given as tokens."""
+    """A prompt: ``where`` names it in messages; ``text`` is None if it was given as tokens or as a conversation."""
 
     where: str
     text: str | None
     tokens: tuple[int, ...]
+    messages: list[Message] | None = None
 
 
-def read_prompts(texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, vocab_size: int) -> list[Prompt]:
+Given = str | list[int] | Chat
+
+
+def read_prompts(
+    texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, vocab_size: int, chat: bool = False
+) -> list[Prompt]:
     """All prompts of the command line or of a file.
 
-    A .jsonl or .json file has one JSON object per line with "prompt" (or "text"), or "tokens", a list of ids. Other
-    files have one prompt per line. No tokens are added before a prompt.
+    A .jsonl or .json file has one JSON object per line with "prompt" (or "text"), "tokens", a list of ids, or a
+    conversation: "messages" and perhaps "tools". Other files have one prompt per line. No tokens are added before a
+    prompt.
+
+    Args:
+        chat: a text is what a user says.
 
     Raises:
         Refusal: a prompt cannot be read, is empty, or has ids outside the vocabulary; the message names it.
@@ -51,10 +63,19 @@ def read_prompts(texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, 
     given = [(f"--prompt {number}", text) for number, text in enumerate(texts, 1)] if texts else list(_lines(file))
     if not given:
         raise Refusal(f"--prompts {file} has no prompts")
-    return [_prompt(where, value, tokenizer, vocab_size) for where, value in given]
+    if chat:
+        given = [(where, said(value, where) if isinstance(value, str) else value) for where, value in given]
+    chats = [value for _, value in given if isinstance(value, Chat)]
+    rendered = iter(Template(tokenizer).prompts(chats) if chats else ())
+    return [
+        replace(_prompt(where, list(next(rendered)), tokenizer, vocab_size), messages=value.messages)
+        if isinstance(value, Chat)
+        else _prompt(where, value, tokenizer, vocab_size)
+        for where, value in given
+    ]
 
 
-def _lines(file: Path) -> Iterator[tuple[str, str | list[int]]]:
+def _lines(file: Path) -> Iterator[tuple[str, Given]]:
     try:
         lines = read_bytes(file).decode("utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -67,15 +88,17 @@ def _lines(file: Path) -> Iterator[tuple[str, str | list[int]]]:
             yield where, _object(where, line)
 
 
-def _object(where: str, line: str) -> str | list[int]:
-    """The text or the tokens in one line of JSON."""
+def _object(where: str, line: str) -> Given:
+    """The text, the tokens or the conversation in one line of JSON."""
     try:
         row = parse_json(line)
     except ValueError as error:
         raise Refusal(f"{where}: not JSON: {one_line(error, 100)}") from None
+    if isinstance(row, dict) and ("messages" in row or "conversations" in row):
+        return chat_of(row, where)
     known = [name for name in ("prompt", "text", "tokens") if isinstance(row, dict) and name in row]
     if len(known) != 1:
-        raise Refusal(f'{where}: a prompt must be a JSON object with one of "prompt", "text" and "tokens"')
+        raise Refusal(f'{where}: a prompt must be a JSON object with one of "prompt", "text", "tokens" and "messages"')
     name, value = known[0], row[known[0]]
     if name == "tokens" and not (isinstance(value, list) and all(type(token) is int for token in value)):
         raise Refusal(f'{where}: "tokens" must be a list of token ids')
@@ -98,6 +121,7 @@ def _prompt(where: str, value: str | list[int], tokenizer: Tokenizer, vocab_size
     return Prompt(where, value if isinstance(value, str) else None, tuple(tokens))
 
 
+UNKNOWN = 1 << 15  # tokens of a conversation whose length is unknown
 PRINTED = ("this run changes the network", "WARNING: checkpoint", "not checked")  # beginnings of the printed notes
 
 
@@ -113,6 +137,12 @@ class Order:
     ckpt_step: int | None = None
     dtype: str | None = None
     output: Path | None = None
+    chat: bool = False
+
+    @property
+    def by_line(self) -> bool:
+        """Whether a conversation is read line by line from standard input."""
+        return self.chat and not self.prompt and self.prompts is None
 
 
 def run(order: Order, words: Sequence[str]) -> int:
@@ -127,13 +157,22 @@ def run(order: Order, words: Sequence[str]) -> int:
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     latest = checkpoint_path(Path(order.load), order.ckpt_step)
     tokenizer, vocab_size = vocabulary(latest and unchecked(latest), tokenizer, config)
-    prompts = read_prompts(order.prompt, order.prompts, tokenizer, vocab_size)
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-    check_length(config, len(longest.tokens), order.max_new_tokens, longest.where)
+    if order.by_line:
+        if order.output is not None:
+            raise Refusal(f"--output {order.output} needs --prompt or --prompts: a conversation line by line has none")
+        prompts, most = [], config.model.max_position_embeddings or UNKNOWN
+    else:
+        prompts = read_prompts(order.prompt, order.prompts, tokenizer, vocab_size, order.chat)
+        longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+        check_length(config, len(longest.tokens), order.max_new_tokens, longest.where)
+        most = len(longest.tokens)
+    stop = frozenset((tokenizer.eod,) if saved.stop is None else saved.stop)
+    chats = order.chat or any(prompt.messages is not None for prompt in prompts)
+    template = Template(tokenizer) if chats else None
     request = Request(
         order.max_new_tokens,
         replace(order.sampling, seed=config.run.seed),
-        frozenset((tokenizer.eod,) if saved.stop is None else saved.stop),
+        stop if template is None else stop | template.turn_end(),
         config.data.micro_batch_size,
     )
 
@@ -143,17 +182,21 @@ def run(order: Order, words: Sequence[str]) -> int:
 
     def answered(config: Config, runtime: Runtime) -> int:
         # The longest sequence limits a window of -1, and decides whether masks of pairs are made in host memory.
-        config.data.seq_length = len(longest.tokens) + order.max_new_tokens
+        config.data.seq_length = most + order.max_new_tokens
         decoder = load_decoder(config, runtime, vocab_size)
         first = runtime.is_rank_zero
         for note in (note for note in config.notes if first and note.startswith(PRINTED)):
             print(f"note: {note}", file=sys.stderr)
-        most = len(prompts) * order.max_new_tokens
-        with tqdm(total=most, unit=" tokens", disable=None if first else True, leave=False) as bar:
-            answers, counts = generate(decoder, [prompt.tokens for prompt in prompts], request, bar.update)
+        if order.by_line:
+            converse(decoder, Conversation(config, template, tokenizer, request, line_of(first)), first)
+            return 0
+        stream, tokens = Stream(tokenizer, first and len(prompts) == 1), len(prompts) * order.max_new_tokens
+        hidden = None if first and not stream.active else True
+        with tqdm(total=tokens, unit=" tokens", disable=hidden, leave=False) as bar:
+            answers, counts = generate(decoder, [prompt.tokens for prompt in prompts], request, bar.update, stream)
         by_rank: list[Counts] = [counts] * dist.get_world_size()
         dist.all_gather_object(by_rank, counts)
-        together(lambda: report(order, prompts, answers, tokenizer) if first else None)
+        together(lambda: report(order, prompts, answers, tokenizer, stream) if first else None)
         if first:
             print(summary(runtime, by_rank), file=sys.stderr)
         return 0
@@ -161,15 +204,24 @@ def run(order: Order, words: Sequence[str]) -> int:
     return pretrain.run(config, answer, "more Ring ranks or a smaller --micro-batch-size need less on each rank")
 
 
-def report(order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
-    """Print the answers, and write them to ``--output``. Raises Refusal if that cannot be written."""
+def report(
+    order: Order, prompts: Sequence[Prompt], answers: Sequence[Answer], tokenizer: Tokenizer, stream: Stream
+) -> None:
+    """Print the answers, or the rest of the one that is being printed, and write them to ``--output``.
+
+    Raises:
+        Refusal: the file cannot be written.
+    """
     rows: list[dict[str, Any]] = []
     for prompt, answer in zip(prompts, answers):
         text = tokenizer.detokenize(answer.tokens[: len(answer.tokens) - answer.stopped])
-        print(text if len(prompts) == 1 else f"[{answer.number + 1}] {text}", flush=True)
+        if len(prompts) == 1:
+            stream.finish(text)
+        else:
+            print(f"[{answer.number + 1}] {text}", flush=True)
         rows.append(
             {
-                "prompt": prompt.text,
+                **({"prompt": prompt.text} if prompt.messages is None else {"messages": prompt.messages}),
                 "prompt_tokens": list(prompt.tokens),
                 "text": text,
                 "tokens": answer.tokens,

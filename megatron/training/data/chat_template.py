@@ -81,8 +81,8 @@ def row_of(record: Record) -> dict[str, Any] | None:
     return _object(record, where)
 
 
-def checked_chats(line: dict[str, Any], messages: list[Any], where: str) -> list[Chat]:
-    """The conversations of a row with these messages."""
+def checked_chats(line: dict[str, Any], messages: list[Any], where: str, answered: bool = True) -> list[Chat]:
+    """The conversations of a row with these messages; ``answered``: the assistant is last, otherwise it is not."""
     tools, system = line.get("tools"), line.get("system")
     if system is not None and not isinstance(system, str):
         raise Refusal(f'{where}: "system" is not text')
@@ -100,7 +100,7 @@ def checked_chats(line: dict[str, Any], messages: list[Any], where: str) -> list
         checked.insert(0, {"role": "system", "content": system})
     chats = []
     for part in _parts(checked):
-        _check_order(part, where)
+        _check_order(part, where, answered)
         chats.append(Chat(where, part, tools or None, variables))
     return chats
 
@@ -151,7 +151,7 @@ def _parts(messages: list[Message]) -> list[list[Message]]:
     return parts
 
 
-def _check_order(messages: list[Message], where: str) -> None:
+def _check_order(messages: list[Message], where: str, answered: bool) -> None:
     before = ""
     for message in messages:
         role = message["role"]
@@ -159,7 +159,9 @@ def _check_order(messages: list[Message], where: str) -> None:
             after = f"follows {before}" if before else "comes first"
             raise Refusal(f"{where}: roles out of order: {role} {after}, instead of {' or '.join(AFTER[before])}")
         before = role
-    if before != "assistant":
+    if not answered and before not in ("user", "tool"):
+        raise Refusal(f"{where}: the conversation ends with {before}: end it with what the user says, or a tool")
+    if answered and before != "assistant":
         raise Refusal(f"{where}: the conversation ends with {before}, so there is no answer to learn: end it with one")
 
 
@@ -232,6 +234,20 @@ class ChatTemplate:
         if not rendered.spoken[1:].any():
             raise Refusal(f"{chat.where}: the chat template renders no words of the assistant")
         return rendered
+
+    def prompt(self, chat: Chat) -> list[int]:
+        """Tokens of a conversation up to the beginning of the assistant's answer. Raises Refusal as a call."""
+        try:
+            text = self._text(chat, len(chat.messages), generation_prompt=True)
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # a template, Jinja and the tokenizer may raise anything
+            raise Refusal(f"{chat.where}: the chat template fails: {one_line(error, 200)}") from error
+
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids of the special tokens."""
+        added = (number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+        return [*added, *self.tokenizer.all_special_ids]
 
     def _check_shown(self, chat: Chat) -> None:
         """Refuse a template that does not show tools or their calls, or fails for an answer that has only calls."""
