@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenize JSON, Parquet, Arrow, WebDataset, .txt and FASTA files, here or anywhere, into PREFIX_KEY_document.bin/.idx.
+"""Tokenize JSON, Parquet, Arrow, WebDataset, text and FASTA files, here or anywhere, into PREFIX_KEY_document.bin/.idx.
 
-    python tools/preprocess_data.py --input data/*.jsonl.gz --output-prefix my/corpus --append-eod \\
+    python tools/preprocess_data.py --input data/ --output-prefix my/corpus --append-eod \\
         --tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --workers 8
+    python tools/preprocess_data.py --input chats.jsonl --preview 3 --tokenizer-type HuggingFaceTokenizer \\
+        --tokenizer-model my/model
 
-A document is the "text" of a line or a row, a complete .txt file, or a record of a FASTA file. Documents keep the
+A document is the "text" of a line or a row, a complete .txt or .md file, or a record of a FASTA file. --preview writes
+nothing: it shows texts, and chats as --sft renders them, with the trained tokens marked. Documents keep the
 order of the input for any number of --workers and --partitions and any --engine, and the outputs get their names only
 when they are complete.
 """
@@ -27,6 +30,7 @@ from tqdm import tqdm
 
 from megatron.system.processes import cores
 from megatron.training.data.encoding import Settings, filter_of, tokenizer_of
+from megatron.training.data.sources.columnar import saved_files
 from megatron.training.data.sources.partitions import (
     METHOD,
     MOST_PARTS,
@@ -40,7 +44,7 @@ from megatron.training.data.sources.partitions import (
     merge_parts,
     write_tokens,
 )
-from megatron.training.data.text_files import Reader, expand, is_fasta, is_plain_text, no_memory
+from megatron.training.data.text_files import Reader, expand, in_folder, is_fasta, is_plain_text, no_memory
 from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
@@ -67,6 +71,8 @@ class Bar(tqdm):
 def work_of(args: argparse.Namespace) -> Work:
     """What the options describe. Raises Refusal."""
     paths = expand(args.input)
+    for folder in (path for path in args.input if os.path.isdir(path) and not saved_files(path)):
+        print(in_folder(folder), file=sys.stderr)
     if list(args.json_keys) != ["text"] and any(is_plain_text(path) or is_fasta(path) for path in paths):
         raise Refusal(f"--json-keys {' '.join(args.json_keys)} does not go with .txt and FASTA, which have no keys")
     if args.codon_frame and args.tokenizer_type != "CodonTokenizer":
@@ -189,10 +195,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="FILE",
-        help="files, URLs, globs, or folders that Hugging Face's datasets has saved",
+        help="files, URLs, globs, or folders, also those that Hugging Face's datasets has saved",
     )  # fmt: skip
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to tokenize")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_KEY_document.bin and .idx")
+    parser.add_argument("--output-prefix", metavar="PREFIX", help="PREFIX_KEY_document.bin and .idx")
+    parser.add_argument("--preview", type=int, metavar="N", help="show the first N documents or chats; write nothing")
+    parser.add_argument(
+        "--sft-tokenizer-prompt-format", metavar="FILE", help="chat template of --preview (default: the tokenizer's)"
+    )
     add_tokenizer_options(parser)
     parser.add_argument("--vocab-size", type=int, help="for NullTokenizer, or to cut a TikTokenizer")
     parser.add_argument(
@@ -252,6 +262,15 @@ def main(argv: list[str] | None = None) -> None:
         if args.workers > (most := max(MOST_WORKERS, 4 * cores())) and args.engine != "ray":
             raise Refusal(f"--workers {args.workers}: this machine has {cores()} CPUs: give at most {most}")
         check_engine(args)
+        if args.preview is not None:
+            from tools.preview import preview
+
+            print("\n".join(preview(args, work_of(args))))
+            return
+        if args.output_prefix is None:
+            raise Refusal("give --output-prefix PREFIX, the name of the files to write, or --preview N to look at some")
+        if args.sft_tokenizer_prompt_format:
+            raise Refusal("--sft-tokenizer-prompt-format goes with --preview: training with --sft renders chats itself")
         try:
             print("\n".join(preprocess(args)))
         except MemoryError:

@@ -161,6 +161,10 @@ KINDS = {
     "phi3": SIZES | {"pad_token_id": 0},
     "qwen3_moe": SIZES
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True},
+    "smollm3": SIZES | {"num_hidden_layers": 4, "pad_token_id": None},
+    "ernie4_5": SIZES | {"head_dim": 8, "use_bias": True},
+    "granite": SIZES | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    "exaone4": SIZES | {"sliding_window": 4, "sliding_window_pattern": 2},
     "nemotron_h": NEMOTRON,
     "mamba2": {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8}
     | {"state_size": 6, "n_groups": 2, "tie_word_embeddings": True, "time_step_limit": [0.5, float("inf")]},
@@ -219,8 +223,12 @@ def test_a_mixtral_that_is_refused(change: dict[str, Any]) -> None:
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor 0.75"),
         ("qwen2", {"layer_types": ["sliding_attention"]}, "layer_types names other layers than full_attention"),
         ("qwen3", {"attention_bias": True}, "attention_bias of qwen3 is not supported"),
-        ("qwen3_moe", {}, "norm_topk_prob None of qwen3_moe is not supported: only True"),
-        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, r"mlp_only_layers \[0\] of qwen3_moe"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, "mlp_only_layers leave no layer with experts"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers 1 is not a list of layers"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have a 0 or a 1 for each of 2 layers"),
+        ("smollm3", {"no_rope_layers": [0, 0]}, "no_rope_layers leaves no layer with RoPE"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier 0 is not a positive number"),
+        ("exaone4", {"layer_types": ["full_attention"] * 2, "sliding_window": 4}, "no layer has RoPE"),
         ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": None}, "moe_intermediate_size None"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is not supported: save"),
         ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0 of gpt_oss is not supported: only 1.702"),
@@ -871,6 +879,17 @@ def test_the_tokenizer_of_the_training_is_exported(tmp_path: Path, ours: Path, m
     (named / "tokenizer.json").unlink()
     names, text = exported("HuggingFaceTokenizer", str(named), 2)
     assert not names and f"no tokenizer was written: {named} of the training has none now; give --hf-files" in text
+    (named / "generation_config.json").unlink()
+    (named / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": "<end>"}]}))
+    (named / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    names, text = exported("HuggingFaceTokenizer", str(named), 6)
+    assert "put chat_template.jinja next to the tokenizer" in text and "generation_config.json is new" in text
+    assert json.loads((tmp_path / "to6" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    (named / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"}))
+    names, text = exported("HuggingFaceTokenizer", str(named), 7)
+    assert "chat template" not in text and "there is no generation_config.json" in text
+    (named / "tokenizer.json").unlink()
+    (named / "tokenizer_config.json").unlink()
     names, text = exported("SentencePieceTokenizer", "a.model", 3)
     assert not names and "'SentencePieceTokenizer' is not in Hugging Face's form" in text
     assert "no tokenizer was" not in exported("NullTokenizer", None, 4)[1]

@@ -390,22 +390,22 @@ def test_metadata_that_json_does_not_have(tmp_path, capsys):
     assert not list(tmp_path.glob("*_document*"))
 
 
-@pytest.mark.parametrize(
-    ("names", "line"),
-    [
-        (["a.txt", "b.txt", "c.json"], "name its files, for example '{0}/*.txt'"),
-        (["below/a.jsonl.gz"], "name its files, for example '{0}/**/*.jsonl.gz'"),
-        (["a.pdf"], "none of its files is of a kind that is read: .jsonl, "),
-        ([], "name its files, for example '{0}/*.jsonl'"),
-    ],
-)
-def test_a_folder_as_input(tmp_path, capsys, names, line):
+def test_a_folder_as_input(tmp_path, capsys):
+    """All readable files of a folder, in alphabetical order; others are named, hidden ones are left alone."""
     folder = tmp_path / "texts"
-    for name in names or ["x"]:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if names:
-            (folder / name).write_text("x")
-    assert f"--input {folder}: a folder; {line.format(folder)}" in refused(capsys, folder, prefix=tmp_path / "x")
+    (folder / "below" / ".git").mkdir(parents=True)
+    (folder / "b.md").write_text("of b")
+    (folder / "below" / "a.jsonl").write_bytes(lines(ROWS[:2]))
+    (folder / "below" / ".git" / "x.txt").write_text("hidden")
+    (folder / "a.txt").write_text("of a")
+    (folder / "c.pdf").write_text("x")
+    one = run(folder, prefix=tmp_path / "one")
+    assert f"{folder}: files read: 1 .jsonl, 1 .md, 1 .txt; not read: 1 .pdf" in capsys.readouterr().err
+    named = run(folder / "a.txt", folder / "b.md", folder / "below" / "a.jsonl", prefix=tmp_path / "named")
+    assert read(one) == read(named) and len(read(one)) == 4
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "a.pdf").write_text("x")
+    assert "none of its files is of a kind that is read" in refused(capsys, tmp_path / "none", prefix=tmp_path / "x")
 
 
 def test_rows_of_parquet_are_read_few_at_a_time_if_they_may_be_long(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -59,12 +58,13 @@ def no_memory(where: str) -> Refusal:
 
 
 def expand(patterns: list[str]) -> list[str]:
-    """The files of names, URLs and globs in the given order, each glob in alphabetical order.
+    """The files of names, URLs, globs and folders in the given order, each glob and folder in alphabetical order.
 
-    A folder that Hugging Face's ``datasets`` has saved stands for its files.
+    A folder stands for its files that can be read, and those of its folders; one that Hugging Face's ``datasets`` has
+    saved for the files of the data set.
 
     Raises:
-        Refusal: a file is missing, repeated, another folder, or of amino acids.
+        Refusal: a file is missing, repeated, or of amino acids; or a folder has none.
     """
     paths: list[str] = []
     for pattern in patterns:
@@ -75,11 +75,9 @@ def expand(patterns: list[str]) -> list[str]:
         if not named:
             raise Refusal(f"--input {pattern}: no such file")
         for path in named:
-            paths += (columnar.saved_files(path) if is_folder(path) else None) or [path]
+            paths += (columnar.saved_files(path) or files_of(path)) if is_folder(path) else [path]
     seen = set()
     for path in paths:
-        if is_folder(path):
-            raise Refusal(f"--input {path}: a folder; {_files_in(path)}")
         if _kind(path) in genome.PROTEIN:
             raise Refusal(f"--input {path}: amino acids; genomes are read from {', '.join(genome.SUFFIXES)}")
         real = path if is_remote(path) else os.path.realpath(path)
@@ -89,24 +87,42 @@ def expand(patterns: list[str]) -> list[str]:
     return paths
 
 
-READABLE = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".tgz", ".txt", *genome.SUFFIXES)
+READABLE = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".tgz", ".txt", ".md", *genome.SUFFIXES)
+MOST_FILES = 1_000_000  # of a folder
 
 
-def _files_in(folder: str) -> str:
-    """What to name instead of a folder: its most frequent kind of files that can be read."""
-    names = [] if is_remote(folder) else (name for _, _, files in os.walk(folder) for name in files)
-    names = list(itertools.islice(names, 10_000))
-    ends = Counter(re.search(r"\.[^.]*(\.gz|\.zst)?$", name)[0] for name in names if _kind(name) in READABLE)
-    if names and not ends:
-        return f"none of its files is of a kind that is read: {', '.join(READABLE)}"
-    end = ends.most_common(1)[0][0] if ends else ".jsonl"
-    direct = is_remote(folder) or any(name.endswith(end) for name in os.listdir(folder)) or not ends
-    return f"name its files, for example '{os.path.join(folder, '' if direct else '**', f'*{end}')}'"
+def files_of(folder: str) -> list[str]:
+    """The readable files of a folder and its folders, in alphabetical order, without hidden ones."""
+    if is_remote(folder):
+        raise Refusal(f"--input {folder}: a folder; name its files, for example '{os.path.join(folder, '*.jsonl')}'")
+    found = [file for file in _files_in(folder) if _kind(file) in READABLE]
+    if not found:
+        raise Refusal(f"--input {folder}: none of its files is of a kind that is read: {', '.join(READABLE)}")
+    return sorted(found)
+
+
+def in_folder(folder: str) -> str:
+    """A line about the files of a local folder: how many of each kind, and the kinds that are not read."""
+    kinds = Counter(_kind(file) or "without ending" for file in _files_in(folder))
+    counted = {kind: f"{kinds[kind]:,} {kind}" for kind in sorted(kinds)}
+    read, others = ([text for kind, text in counted.items() if (kind in READABLE) == own] for own in (True, False))
+    return f"{folder}: files read: {', '.join(read)}" + (f"; not read: {', '.join(others)}" if others else "")
+
+
+def _files_in(folder: str) -> list[str]:
+    """All files of a folder and its folders, without hidden ones. Links to folders are not followed."""
+    found: list[str] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.join(parent, name) for name in names if not name.startswith(".")]
+        if len(found) > MOST_FILES:
+            raise Refusal(f"--input {folder}: more than {MOST_FILES:,} files: name them by globs")
+    return found
 
 
 def is_plain_text(path: str) -> bool:
-    """Whether the file is one document (.txt)."""
-    return _kind(path) == ".txt"
+    """Whether the file is one document (.txt, .md)."""
+    return _kind(path) in (".txt", ".md")
 
 
 def is_fasta(path: str) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from megatron.training.families.architectures import Described
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
+from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, short, some
 from megatron.training.settings.config import CheckpointConfig, ModelConfig
 from megatron.training.untrusted.links import file_in
@@ -56,6 +58,8 @@ PEFT_PREFIX = "base_model.model."
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 TOKENIZER_FILES = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
                    "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
+TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
+GIVE = "give --hf-files DIR, a folder with config.json and the tokenizer's files"
 WITHOUT_FILES = (None, "NullTokenizer", "ByteLevelTokenizer")
 
 
@@ -180,7 +184,8 @@ def to_hugging_face(
     files = companions(folder_of_original) if original is not None else []
     common = path.common()
     files += _tokenizer_files(common, {file.name for file in files}, notes)
-    with one_process(), new_folder(target, files) as folder:
+    made = _made_files(common, files, notes)
+    with one_process(), new_folder(target, [*files, *map(Path, made)]) as folder:
         stored = tensors_in(path)
         model = _model(path, common)
         if model.lora_rank:
@@ -198,6 +203,8 @@ def to_hugging_face(
         ignored, copies = partial(architectures.is_ignored, ours), architectures.copies(ours, pieces)
         headers, original_dtype = _headers(original_files, pieces, dtype, copies, ignored)
         copy_files(files, folder)
+        for name, content in made.items():
+            (folder / name).write_text(content, encoding="utf-8")
         if original is not None:
             wide = original_dtype or torch.float32
             written = architectures.config_json(described, wide)
@@ -253,17 +260,59 @@ def _tokenizer_files(common: dict[str, Any], present: set[str], notes: list[str]
     if present & set(TOKENIZERS) or kind in WITHOUT_FILES:
         return []
     if kind != "HuggingFaceTokenizer" or not isinstance(name, str):
-        notes.append(f"note: no tokenizer was written: the training's {short(kind)} is not in Hugging Face's form")
+        notes.append(
+            f"note: no tokenizer was written: the training's {short(kind)} is not in Hugging Face's form; {GIVE}"
+        )
         return []
     folder = Path(name)
     files = [file_in(folder, one) for one in TOKENIZER_FILES if (folder / one).is_file() and one not in present]
     if not {file.name for file in files} & set(TOKENIZERS):
-        notes.append(f"note: no tokenizer was written: {folder} of the training has none now; give --hf-files DIR")
+        notes.append(f"note: no tokenizer was written: {folder} of the training has none now; {GIVE}")
         return []
     notes.append(
         f"note: the tokenizer is that of the training, from {folder}: {', '.join(file.name for file in files)}"
     )
     return files
+
+
+def _made_files(common: dict[str, Any], files: list[Path], notes: list[str]) -> dict[str, str]:
+    """{name: content} of files that a tokenizer lacks and that follow from it and from the training.
+
+    Args:
+        notes: receives a line about each of them, and about what is missing.
+    """
+    by_name = {file.name: file for file in files}
+    if not by_name.keys() & set(TOKENIZERS):
+        return {}
+    settings = _json(by_name.get("tokenizer_config.json"))
+    made, data = {}, (common.get("config") or {}).get("data") or {}
+    template = data.get("sft_tokenizer_prompt_format")
+    if data.get("sft") and isinstance(template, str) and template != "default":
+        notes.append(f"note: give {template}, the training's chat template, as {TEMPLATE} in --hf-files DIR")
+    elif not settings.get("chat_template") and not by_name.keys() & {TEMPLATE, "chat_template.json"}:
+        notes.append(
+            f"note: there is no chat template: put {TEMPLATE} next to the tokenizer, or into --hf-files DIR"
+        )
+    if GENERATION in by_name:
+        return made
+    end, known = settings.get("eos_token"), _json(by_name.get("tokenizer.json")).get("added_tokens")
+    end = end.get("content") if isinstance(end, dict) else end
+    ids = [one.get("id") for one in known or () if isinstance(one, dict) and end and one.get("content") == end]
+    if ids and type(ids[0]) is int:
+        made[GENERATION] = json.dumps({"eos_token_id": ids[0]}, indent=2) + "\n"
+        notes.append(f"note: {GENERATION} is new: an answer ends at the tokenizer's {short(end)}, {ids[0]}")
+    else:
+        notes.append(f"note: there is no {GENERATION}: without it an answer has no end; put it into --hf-files DIR")
+    return made
+
+
+def _json(file: Path | None) -> dict[str, Any]:
+    """The JSON object in a file of a tokenizer; empty if there is none."""
+    try:
+        value = parse_json(read_bytes(file)) if file is not None else {}
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:

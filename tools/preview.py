@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""preprocess_data.py --preview: the first documents or chats as the model sees them, with the trained tokens marked."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron.system.own_process import Ended, in_own_process
+from megatron.training.data.chat_dataset import BYTES_RENDERED, MEMORY, SECONDS
+from megatron.training.data.chat_template import LONGEST, Chat, ChatTemplate, checked_chats
+from megatron.training.data.encoding import tokenizer_of
+from megatron.training.data.row_files import form_of, messages_of
+from megatron.training.data.sources.partitions import Work
+from megatron.training.data.text_files import BadRecord, Reader, Record, fields_of, texts_of
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.refusal import Refusal, printable
+
+OPEN, CLOSE = "[[", "]]"
+MOST = 2000  # tokens that are shown of a document
+CHATS = ("messages", "ShareGPT", "Alpaca", "prompt and completion")
+Shown = tuple[str, list[int], list[bool]]  # name, ids, whether each is trained
+
+
+def preview(args: argparse.Namespace, work: Work) -> list[str]:
+    """The lines to print. Raises Refusal if a document cannot be read or rendered."""
+    if args.preview < 1:
+        raise Refusal(f"--preview {args.preview}: show at least 1")
+    tokenizer = tokenizer_of(work.settings.tokenizer, args.vocab_size)
+    lines = [f"tokens between {OPEN} and {CLOSE} are trained"]
+    for where, ids, spoken in itertools.islice(_documents(args, work, tokenizer), args.preview):
+        counted = sum(spoken)
+        lines.append(f"--- {where}: {len(ids):,} tokens, {counted:,} trained")
+        lines.append("\n".join(map(printable, marked(tokenizer, ids[:MOST], spoken).split("\n"))))
+        if len(ids) > MOST:
+            lines.append(f"... {len(ids) - MOST:,} more")
+    if len(lines) == 1:
+        raise Refusal(f"--input {' '.join(args.input)}: no documents")
+    return lines
+
+
+def marked(tokenizer: Tokenizer, ids: list[int], spoken: list[bool]) -> str:
+    """The text of tokens, with marks around runs of those that are trained."""
+    text = ""
+    for trained, run in itertools.groupby(zip(ids, spoken), key=lambda pair: pair[1]):
+        part = tokenizer.detokenize([token for token, _ in run])
+        text += f"{OPEN}{part}{CLOSE}" if trained else part
+    return text
+
+
+def _documents(args: argparse.Namespace, work: Work, tokenizer: Tokenizer) -> Iterator[Shown]:
+    records, template = Reader(list(work.paths), ()), None
+    for record in records:
+        try:
+            fields = fields_of(record, work.settings.keys[0])
+            if fields is None:
+                continue
+            if form_of(fields) in CHATS:
+                template = template or _template(args, tokenizer)
+                chats = checked_chats(fields, messages_of(fields, record.where()), record.where())
+                yield from _rendered(chats, template)
+                continue
+            texts = texts_of(fields, work.settings.keys)
+        except BadRecord as error:
+            raise Refusal(f"{record.where()}: {error}") from None
+        for key, text in texts.items():
+            ids = [*tokenizer.tokenize(text), *([tokenizer.end_for("--append-eod")] if args.append_eod else [])]
+            yield _name(record, key, work.settings.keys), ids, [True] * len(ids)
+
+
+def _name(record: Record, key: str, keys: Iterable[str]) -> str:
+    return record.where() + (f", {key}" if len(list(keys)) > 1 else "")
+
+
+def _template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate:
+    given = None
+    if args.sft_tokenizer_prompt_format:
+        try:
+            with open(args.sft_tokenizer_prompt_format, encoding="utf-8") as file:
+                given = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Refusal(f"--sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format}: {error}") from None
+    if tokenizer.transformers is None:
+        raise Refusal("chats need --tokenizer-type HuggingFaceTokenizer, whose chat template renders them")
+    return ChatTemplate(tokenizer.transformers, given, tokenizer.source)
+
+
+def _rendered(chats: list[Chat], template: ChatTemplate) -> Iterator[Shown]:
+    """Chats, rendered in a process of their own, because a template may be a stranger's."""
+
+    def items() -> Iterator[tuple[Any, ...]]:
+        for chat in chats:
+            found = template(chat)
+            yield chat.where, found.ids.astype("int32").tobytes(), found.spoken.tobytes()
+
+    import numpy as np
+
+    try:
+        for where, ids, spoken in in_own_process(
+            items, memory=MEMORY + BYTES_RENDERED * LONGEST, seconds=SECONDS, errors=(Refusal,)
+        ):
+            yield where, np.frombuffer(ids, np.int32).tolist(), np.frombuffer(spoken, bool).tolist()
+    except Ended as ended:
+        raise Refusal(f"{chats[0].where}: the chat template cannot be rendered: {ended}") from None
