@@ -45,9 +45,19 @@ def marked(tokenizer: Tokenizer, ids: list[int], spoken: list[bool]) -> str:
     """The text of tokens, with marks around runs of those that are trained."""
     text = ""
     for trained, run in itertools.groupby(zip(ids, spoken), key=lambda pair: pair[1]):
-        part = tokenizer.detokenize([token for token, _ in run])
+        part = "".join(_words(tokenizer, [token for token, _ in run]))
         text += f"{OPEN}{part}{CLOSE}" if trained else part
     return text
+
+
+def _words(tokenizer: Tokenizer, ids: list[int]) -> Iterator[str]:
+    """Texts of tokens with the special ones, which a tokenizer of Hugging Face names and others leave out."""
+    if tokenizer.transformers is not None:
+        yield tokenizer.transformers.decode(ids, skip_special_tokens=False)
+        return
+    for end, group in itertools.groupby(ids, key=lambda token: token == tokenizer.eod):
+        run = list(group)
+        yield "<end of document>" * len(run) if end else tokenizer.detokenize(run)
 
 
 def _documents(args: argparse.Namespace, work: Work, tokenizer: Tokenizer) -> Iterator[Shown]:

@@ -40,6 +40,7 @@ from megatron.context_parallel.attention.ulysses import (
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.layout.masks import Causal, Full, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.padding_masks import with_padding
 from megatron.platform.autograd import refuse_transforms
 
 if TYPE_CHECKING:
@@ -234,9 +235,10 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
 
     Raises:
         RuntimeError: such a context is already active.
-        ValueError: a call passes ``attn_mask`` or ``dropout_p``, or its lengths differ from the layout's; or the
-            program calls an attention function of PyTorch that does not use the operator: ``MultiheadAttention`` with
-            ``need_weights``, ``flex_attention``, ``varlen_attn``.
+        ValueError: a call passes ``dropout_p``, or an ``attn_mask`` that does more than hide padding
+            (:func:`~megatron.context_parallel.padding_masks.with_padding`), or its lengths differ from the layout's; or
+            the program calls an attention function of PyTorch that does not use the operator: ``MultiheadAttention``
+            with ``need_weights``, ``flex_attention``, ``varlen_attn``.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("a context_parallel context is already active: only one is supported at a time")
@@ -253,14 +255,18 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None:
-            way_out = "give mask= to context_parallel" if mask is None else "context_parallel has mask=, so pass none"
-            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask: {way_out} ({_caller()} passes it)")
+        if attn_mask is not None and torch.compiler.is_compiling():
+            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask in compiled code: give mask= instead")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks does not support dropout_p: use cp.attention(dropout=...)")
         (meaning,) = _now  # not a variable of the context, because PyTorch keeps a reference to ``attend``
         _check_shapes(meaning.layout, query, key, value, enable_gqa)
-        rule = meaning.rule(is_causal)
+        rule: Mask | list[Mask] = meaning.rule(is_causal)
+        if attn_mask is not None:
+            try:
+                rule = with_padding(attn_mask, query.size(0), meaning.layout, rule)
+            except ValueError as error:
+                raise ValueError(f"{OPERATOR} over ranks: attn_mask, which {_caller()} passes: {error}") from None
         sharded = _as_sharded(query, key, value)
         parts = (query, key, value) if sharded is None else (x.to_local() for x in (query, key, value))
         tokens_first = (x.permute(2, 0, 1, 3) for x in parts)

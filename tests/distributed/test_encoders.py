@@ -181,3 +181,72 @@ def test_packed_documents_are_separate(pool, name, grid):
     ulysses, ring = GRIDS[grid]
     assert max(pool.run(packed, ulysses * ring, name, ulysses, ring)) < 1e-10
     assert pool.run(packed, 2, name, 1, 2, True)[0] > 1e-3  # a control: one document
+
+
+# ---- inside cp.context_parallel, where models call PyTorch's operator
+
+
+def in_context(what: str, ulysses: int, ring: int, forgotten: bool = False) -> dict[str, float]:
+    """Outputs and gradients of a model whose masks hide padding, at the left of one sample and the right of another."""
+    grid, batch = cp.initialize_grid(ulysses=ulysses, ring=ring), batch_for("BERT", False)
+    layout, seen = cp.SequenceLayout(LENGTH, grid), torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    seen[0, LENGTH - 7 :] = False
+    seen[1, :5] = what == "BERT"  # BERT's first token is the pooler's
+    torch.manual_seed(3)
+    if what == "BERT":
+        model, inputs = tiny("BERT"), batch["input_ids"]
+    else:
+        layer = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        model, inputs = layer.double(), torch.randn(BATCH, LENGTH, 32, dtype=torch.float64)
+
+    def outputs(x: torch.Tensor, places: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if what != "BERT":
+            return model(x, src_key_padding_mask=~mask)
+        return model(input_ids=x, position_ids=places[None], attention_mask=mask.long()).last_hidden_state
+
+    def grads(out: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        torch.cos(out[mask]).sum().backward()
+        return take_grads(model)
+
+    expected = outputs(inputs, torch.arange(LENGTH), seen)
+    wanted = {"out": expected.detach()[seen]} | grads(expected, seen)
+    own = layout.shard(seen, dim=1)
+    with cp.context_parallel(layout):
+        out = outputs(layout.shard(inputs, dim=1), layout.positions, own | forgotten)
+        mine = {"out": layout.gather(out.detach(), 1)[seen]} | grads(out, own)
+    for name, grad in mine.items():
+        if name != "out":
+            dist.all_reduce(grad, group=grid.context.group)
+    largest = max(float(x.abs().max()) for x in wanted.values())
+    scales = {name: max(float(x.abs().max()), 1e-3 * largest) for name, x in wanted.items()}
+    return {name: float((mine[name] - x).abs().max()) / scales[name] for name, x in wanted.items()}
+
+
+IN_CONTEXT = [("BERT", 2, 2), ("TransformerEncoderLayer", 1, 2)]
+MORE = [(what, *grid) for what in ("BERT", "TransformerEncoderLayer") for grid in GRIDS.values()]
+
+
+@pytest.mark.parametrize(
+    "what, ulysses, ring", [*IN_CONTEXT, *also_in_full(*(case for case in MORE if case not in IN_CONTEXT))]
+)
+def test_a_mask_of_padding_is_combined(pool, what, ulysses, ring):
+    found = pool.run(in_context, ulysses * ring, what, ulysses, ring)
+    assert worst(rank.values() for rank in found) < 1e-10, found[0]
+
+
+def test_padding_that_is_seen_is_another_result(pool):
+    assert pool.run(in_context, 2, "TransformerEncoderLayer", 1, 2, True)[0]["out"] > 1e-3
+
+
+def windows_in_context() -> str:
+    """What ModernBERT's masks of a rank's own tokens are answered with."""
+    layout = cp.SequenceLayout(LENGTH, cp.initialize_grid(ring=2))
+    tokens = layout.shard(batch_for("ModernBERT", False)["input_ids"], dim=1)
+    with pytest.raises(ValueError) as refused, cp.context_parallel(layout):
+        tiny("ModernBERT")(input_ids=tokens, position_ids=layout.positions[None])
+    return str(refused.value)
+
+
+def test_a_window_over_a_ranks_own_tokens_is_refused(pool):
+    for line in pool.run(windows_in_context, 2):
+        assert "attn_mask, which ModernBert" in line and "no other mask can be" in line

@@ -84,7 +84,9 @@ def test_a_conversation_line_by_line(tokenizer, monkeypatch, capsys):
 
     monkeypatch.setattr(chat, "generate", generate)
     monkeypatch.setattr(chat.dist, "broadcast_object_list", lambda *_, **__: None)
-    how = Conversation(Config(), Template(tokenizer), tokenizer, Request(8), lambda: next(lines))
+    config = Config()
+    config.model.position_embedding_type = "rope"
+    how = Conversation(config, Template(tokenizer), tokenizer, Request(8), lambda: next(lines))
     last = converse(None, how, True)
     assert [text.count("it meets") for text in asked] == [0, 1, 0] and "and two?" in asked[1]
     assert [message["content"] for message in last] == ["12", "it meets äöü"]

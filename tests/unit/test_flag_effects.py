@@ -361,8 +361,10 @@ def test_every_setting_has_a_test_of_its_effect():
         "--tokenizer-model a --tokenizer-type NullTokenizer",
         "--tensorboard-log-interval 5 --tensorboard-queue-size 5",
         "--wandb-exp-name a --wandb-save-dir b --wandb-entity c",
-        "--mlflow-run-name a --mlflow-tracking-uri b --memory-snapshot-path c",
-        "--profile-step-start 3 --profile-step-end 5 --profile-ranks 1 --use-pytorch-profiler --record-shapes",
+        "--mlflow-run-name a --mlflow-tracking-uri b",
+        "--memory-snapshot-path c --profile --device cuda",
+        "--profile-step-start 3 --profile-step-end 5 --profile-ranks 1",
+        "--use-pytorch-profiler --record-shapes",
         "--pytorch-profiler-collect-callstack --profile --device cuda",
     ],
 )

@@ -240,7 +240,6 @@ def test_an_answer_beyond_learned_positions_is_refused():
         ("--max-new-tokens 4 --top-p 1.5", "--top-p 1.5 must be above 0 and at most 1"),
         ("--max-new-tokens 4 --top-k 0", "--top-k 0 must be at least 1"),
         ("--max-new-tokens 4 --load nothing", "--load nothing holds no checkpoint"),
-        ("", "--max-new-tokens"),
     ],
 )
 def test_the_program_refuses_in_one_line(flags, message):

@@ -7,7 +7,13 @@ from functools import cache
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import causal_mask_function, chunked_causal_mask_function, or_masks
+from transformers.masking_utils import bidirectional_mask_function as everything
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+)
 from transformers.masking_utils import sliding_window_causal_mask_function as window_of
 
 import megatron.context_parallel as cp
@@ -117,10 +123,8 @@ def test_a_changed_loss_is_detected():
 
 
 def test_other_refusals_at_start():
-    with pytest.raises(ValueError, match="Linear is not a causal language model"):
+    with pytest.raises(ValueError, match="Linear is not a model of transformers"):
         parallelize(torch.nn.Linear(2, 2), GRID, seq_length=LENGTH)
-    with pytest.raises(ValueError, match="LlamaModel is not a causal language model"):
-        parallelize(model().model, GRID, seq_length=LENGTH)
     with pytest.raises(ValueError, match="tensor=2 is not supported with a model of transformers"):
         parallelize(model(), cp.abstract_grid(tensor=2), seq_length=LENGTH)
     with pytest.raises(ValueError, match="ulysses=8 does not divide the 4 query heads"):
@@ -167,7 +171,8 @@ POSITIONS = torch.arange(LENGTH)[None]
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"token_type_ids": POSITIONS}, "token_type_ids is not supported over ranks"),
+        ({"pixel_values": POSITIONS}, "pixel_values is not supported over ranks"),
+        ({"token_type_ids": POSITIONS[:, 1:]}, r"token_type_ids \[1, 47\] must have the shape of input_ids"),
         ({"input_ids": torch.zeros(1, LENGTH - 1, dtype=torch.int64)}, r"\[1, 47\] are not \[b, 48\]"),
         ({"labels": POSITIONS[:, 1:]}, r"labels \[1, 47\] must have the shape of input_ids"),
         ({"position_ids": torch.zeros(3, 1, LENGTH, dtype=torch.int64)}, "positions of several kinds"),
@@ -201,15 +206,20 @@ def test_documents_come_from_positions_that_restart():
 
 
 def test_masks_of_transformers_are_recognized():
-    with masks_by(lambda window: window):
-        assert mask_interface(mask_function=causal_mask_function) is None
-        assert mask_interface(mask_function=window_of(8), local_size=8) == 8
+    with masks_by(lambda window, ahead: (window, ahead)):
+        assert mask_interface(mask_function=causal_mask_function) == (None, False)
+        assert mask_interface(mask_function=window_of(8), local_size=8) == (8, False)
+        assert mask_interface(mask_function=everything, allow_is_causal_skip=False) == (None, True)
+        near = sliding_window_bidirectional_mask_function(8)
+        assert mask_interface(mask_function=near, local_size=8, allow_is_causal_skip=False) == (8, True)
         chunked = chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64))
         odd = or_masks(causal_mask_function, lambda b, h, q, k: k == q + 1)
         for function, options in (
             (chunked, {"local_size": 8}),
             (window_of(9), {"local_size": 8}),
             (odd, {}),
+            (near, {"local_size": 9}),
+            (everything, {"use_vmap": True}),
             (causal_mask_function, {"use_vmap": True}),
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):

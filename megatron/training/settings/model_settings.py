@@ -204,15 +204,11 @@ class NetworkSettings:
     scale_embeddings: bool = function(
         False, "multiply word embeddings by the square root of --hidden-size, as in Gemma"
     )
-    embedding_multiplier: float | None = function(
-        None, "factor of word embeddings, as in Granite", type=float, range=ABOVE_ZERO
-    )
+    embedding_multiplier: float | None = function(None, "factor of word embeddings, as in Granite", range=ABOVE_ZERO)
     residual_multiplier: float | None = function(
-        None, "factor of the outputs of attention and MLP, before they are added", type=float, range=ABOVE_ZERO
+        None, "factor of the outputs of attention and MLP, before they are added", range=ABOVE_ZERO
     )
-    logits_scaling: float | None = function(
-        None, "divisor of the logits of the vocabulary", type=float, range=ABOVE_ZERO
-    )
+    logits_scaling: float | None = function(None, "divisor of the logits of the vocabulary", range=ABOVE_ZERO)
     embed_layernorm: bool = weights(False, "LayerNorm of the word embeddings, as in BLOOM")
     untie_embeddings_and_output_weights: bool = weights(False, "separate weights for the output layer", loaded=ALWAYS)
     hidden_dropout: float = flag(0.1, "dropout on the residual branches", range=(BELOW_1, NOT_TINY), loaded=ALWAYS)

@@ -184,7 +184,7 @@ def to_hugging_face(
     files = companions(folder_of_original) if original is not None else []
     common = path.common()
     files += _tokenizer_files(common, {file.name for file in files}, notes)
-    made = _made_files(common, files, notes)
+    made = _made_files(common, files, notes) if original is None else {}
     with one_process(), new_folder(target, [*files, *map(Path, made)]) as folder:
         stored = tensors_in(path)
         model = _model(path, common)
