@@ -224,7 +224,8 @@ def test_masks_of_transformers_are_recognized():
             (causal_mask_function, {"allow_is_causal_skip": False}),
         ):
             made = mask_interface(mask_function=function, **options)  # no error, as it may remain unused
-            message = "adds to its causal mask" if options.keys() & {"use_vmap", "allow_is_causal_skip"} else "neither causal"
+            adds = options.keys() & {"use_vmap", "allow_is_causal_skip"}
+            message = "adds to its causal mask" if adds else "neither causal"
             with pytest.raises(ValueError, match=message):
                 attend(torch.nn.Identity(), *torch.zeros(3, 1, 1, 1, 1), made, sliding_window=8)
 

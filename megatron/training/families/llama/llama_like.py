@@ -18,7 +18,7 @@ from megatron.training.families.llama.llama_weights import ExpertNames, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, LOCAL, WHOLE, read_windows, written_windows
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import expert_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers
 
 # Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
 REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.models import expert_layers
+from megatron.training.settings.kinds.layer_patterns import expert_layers
 
 EXPERTS = "mlp.experts.experts"  # in checkpoints
 
