@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -40,7 +40,6 @@ from megatron.context_parallel.attention.ulysses import (
 from megatron.context_parallel.attention.usp import attention
 from megatron.context_parallel.layout.masks import Causal, Full, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.padding_masks import with_padding
 from megatron.platform.autograd import refuse_transforms
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Meaning:
     """Layout, mask and kernel of attention within a context; see ``context_parallel``."""
 
     layout: SequenceLayout
-    mask: Mask | None
+    mask: Mask | tuple[Mask, ...] | None
     kernel: str
 
     @cached_property
@@ -77,11 +76,15 @@ class Meaning:
     def looks_ahead(self) -> bool:
         """Whether the mask surely lets a query see a later key."""
         everything = (0, self.layout.seq_length)
-        if self.mask is None or self.mask.pairwise:
-            return False
-        return any(band.end - 1 > band.q[0] for band in self.mask.bands(everything, everything))
+        masks = self.mask if isinstance(self.mask, tuple) else (self.mask,)
+        return any(
+            band.end - 1 > band.q[0]
+            for mask in masks
+            if mask is not None and not mask.pairwise
+            for band in mask.bands(everything, everything)
+        )
 
-    def rule(self, is_causal: bool) -> Mask:
+    def rule(self, is_causal: bool) -> Mask | list[Mask]:
         """The mask of a call.
 
         Raises:
@@ -92,11 +95,15 @@ class Meaning:
                 f"a call has is_causal=True, but context_parallel has mask={type(self.mask).__name__}(...), which lets "
                 "queries see later keys: leave one of them out"
             )
+        if isinstance(self.mask, tuple):
+            return list(self.mask)
         return self.mask if self.mask is not None else Causal() if is_causal else Full()
 
     def tiles(self, q_SBHD: Tensor, v_SBHD: Tensor, is_causal: bool, scale: float) -> tuple[RingSource, TileKernel]:
         """For this rank's heads, after the all-to-all: the source of key blocks and the kernel."""
         grid, mask = self.layout.grid, self.rule(is_causal)
+        if isinstance(mask, list):
+            raise ValueError("masks for each sample do not go with compiled code: give context_parallel one mask")
         rule = AttentionRule(mask, self.kernel, scale)
         kernel = rule.tile_kernel(q_SBHD, grid.ulysses, self.layout.seq_length, v_SBHD.size(3))
         return RingSource(attention_plan(self.layout, mask).ring(), grid.ring), kernel
@@ -215,12 +222,18 @@ def _(
 
 
 OPERATOR = "scaled_dot_product_attention"
+NO_MASK = (
+    "a rank's mask says nothing of other ranks' tokens; give mask= to context_parallel and pass none (for padding one "
+    "for each sample: mask=[cp.Documents([n, seq_length], cp.Full()) for n in lengths])"
+)
 KEYS = ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA")  # inference mode has no autograd
 FIRST_OF_FLEX = "_validate_sdpa_input"  # PyTorch's flex_attention calls it before it compiles itself
 
 
 @contextmanager
-def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel: str = "auto") -> Iterator[None]:
+def context_parallel(
+    layout: SequenceLayout, *, mask: Mask | Sequence[Mask] | None = None, kernel: str = "auto"
+) -> Iterator[None]:
     """Let ``scaled_dot_product_attention`` attend over the complete sequence, of which each rank has a part.
 
     Tensors have PyTorch's shape [b, heads, s_local, d], for the tokens of ``layout.positions``; keys and values may
@@ -230,15 +243,15 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
     Args:
         layout: which rank holds which tokens. The program must use ``layout.positions`` for everything else that
             depends on positions (RoPE, learned positions).
-        mask: of every call; default: causal if the call has ``is_causal``, else full.
+        mask: of every call, or one for each sample (not in compiled code); default: causal if the call has
+            ``is_causal``, else full.
         kernel: see :func:`~megatron.context_parallel.attention.usp.attention`.
 
     Raises:
         RuntimeError: such a context is already active.
-        ValueError: a call passes ``dropout_p``, or an ``attn_mask`` that does more than hide padding
-            (:func:`~megatron.context_parallel.padding_masks.with_padding`), or its lengths differ from the layout's; or
-            the program calls an attention function of PyTorch that does not use the operator: ``MultiheadAttention``
-            with ``need_weights``, ``flex_attention``, ``varlen_attn``.
+        ValueError: a call passes ``attn_mask`` or ``dropout_p``, or its lengths differ from the layout's; or the
+            program calls an attention function of PyTorch that does not use the operator: ``MultiheadAttention`` with
+            ``need_weights``, ``flex_attention``, ``varlen_attn``.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{OPERATOR}", KEYS[0]):
         raise RuntimeError("a context_parallel context is already active: only one is supported at a time")
@@ -255,18 +268,13 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if attn_mask is not None and torch.compiler.is_compiling():
-            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask in compiled code: give mask= instead")
+        if attn_mask is not None:
+            raise ValueError(f"{OPERATOR} over ranks does not support attn_mask, which {_caller()} passes: {NO_MASK}")
         if dropout_p:
             raise ValueError(f"{OPERATOR} over ranks does not support dropout_p: use cp.attention(dropout=...)")
         (meaning,) = _now  # not a variable of the context, because PyTorch keeps a reference to ``attend``
         _check_shapes(meaning.layout, query, key, value, enable_gqa)
-        rule: Mask | list[Mask] = meaning.rule(is_causal)
-        if attn_mask is not None:
-            try:
-                rule = with_padding(attn_mask, query.size(0), meaning.layout, rule)
-            except ValueError as error:
-                raise ValueError(f"{OPERATOR} over ranks: attn_mask, which {_caller()} passes: {error}") from None
+        rule = meaning.rule(is_causal)
         sharded = _as_sharded(query, key, value)
         parts = (query, key, value) if sharded is None else (x.to_local() for x in (query, key, value))
         tokens_first = (x.permute(2, 0, 1, 3) for x in parts)
@@ -289,7 +297,7 @@ def context_parallel(layout: SequenceLayout, *, mask: Mask | None = None, kernel
             warnings.simplefilter("ignore", UserWarning)  # "overriding a previously registered kernel", namely vmap's
             library.impl(OPERATOR, batched, "FuncTorchVmapMode", allow_override=True)
         torch.set_autocast_enabled(MARK, True)
-        _now.append(Meaning(layout, mask, kernel))
+        _now.append(Meaning(layout, tuple(mask) if isinstance(mask, Sequence) else mask, kernel))
         with _refused() if layout.grid.context.size > 1 or mask is not None else nullcontext():
             yield
     finally:

@@ -187,11 +187,11 @@ def test_packed_documents_are_separate(pool, name, grid):
 
 
 def in_context(what: str, ulysses: int, ring: int, forgotten: bool = False) -> dict[str, float]:
-    """Outputs and gradients of a model whose masks hide padding, at the left of one sample and the right of another."""
+    """Outputs and gradients of a model with padding at the right of one sample and at the left of the other."""
     grid, batch = cp.initialize_grid(ulysses=ulysses, ring=ring), batch_for("BERT", False)
     layout, seen = cp.SequenceLayout(LENGTH, grid), torch.ones(BATCH, LENGTH, dtype=torch.bool)
-    seen[0, LENGTH - 7 :] = False
-    seen[1, :5] = what == "BERT"  # BERT's first token is the pooler's
+    seen[0, LENGTH - 7 :] = seen[1, :5] = False
+    ends = [(LENGTH,)] * BATCH if forgotten else [(LENGTH - 7, LENGTH), (5, LENGTH)]
     torch.manual_seed(3)
     if what == "BERT":
         model, inputs = tiny("BERT"), batch["input_ids"]
@@ -199,10 +199,11 @@ def in_context(what: str, ulysses: int, ring: int, forgotten: bool = False) -> d
         layer = torch.nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
         model, inputs = layer.double(), torch.randn(BATCH, LENGTH, 32, dtype=torch.float64)
 
-    def outputs(x: torch.Tensor, places: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def outputs(x: torch.Tensor, places: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if what != "BERT":
-            return model(x, src_key_padding_mask=~mask)
-        return model(input_ids=x, position_ids=places[None], attention_mask=mask.long()).last_hidden_state
+            return model(x, src_key_padding_mask=None if mask is None else ~mask)
+        mask = None if mask is None else mask.long()
+        return model(input_ids=x, position_ids=places[None], attention_mask=mask).last_hidden_state
 
     def grads(out: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         torch.cos(out[mask]).sum().backward()
@@ -211,8 +212,8 @@ def in_context(what: str, ulysses: int, ring: int, forgotten: bool = False) -> d
     expected = outputs(inputs, torch.arange(LENGTH), seen)
     wanted = {"out": expected.detach()[seen]} | grads(expected, seen)
     own = layout.shard(seen, dim=1)
-    with cp.context_parallel(layout):
-        out = outputs(layout.shard(inputs, dim=1), layout.positions, own | forgotten)
+    with cp.context_parallel(layout, mask=[cp.Documents(row, cp.Full()) for row in ends]):
+        out = outputs(layout.shard(inputs, dim=1), layout.positions, None)
         mine = {"out": layout.gather(out.detach(), 1)[seen]} | grads(out, own)
     for name, grad in mine.items():
         if name != "out":
@@ -229,7 +230,7 @@ MORE = [(what, *grid) for what in ("BERT", "TransformerEncoderLayer") for grid i
 @pytest.mark.parametrize(
     "what, ulysses, ring", [*IN_CONTEXT, *also_in_full(*(case for case in MORE if case not in IN_CONTEXT))]
 )
-def test_a_mask_of_padding_is_combined(pool, what, ulysses, ring):
+def test_padding_is_a_mask_for_each_sample(pool, what, ulysses, ring):
     found = pool.run(in_context, ulysses * ring, what, ulysses, ring)
     assert worst(rank.values() for rank in found) < 1e-10, found[0]
 
@@ -249,4 +250,4 @@ def windows_in_context() -> str:
 
 def test_a_window_over_a_ranks_own_tokens_is_refused(pool):
     for line in pool.run(windows_in_context, 2):
-        assert "attn_mask, which ModernBert" in line and "no other mask can be" in line
+        assert "attn_mask, which ModernBert" in line and "give mask= to context_parallel and pass none" in line

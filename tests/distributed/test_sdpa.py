@@ -259,7 +259,7 @@ def twice():
 @pytest.mark.parametrize(
     "settings, call, message",
     [
-        ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask: give mask="),
+        ({}, {"attn_mask": torch.ones(24, 24, dtype=torch.bool)}, "does not support attn_mask, which "),
         ({}, {"dropout_p": 0.1}, "does not support dropout_p"),
         ({"mask": cp.Full()}, {"is_causal": True}, "a call has is_causal=True, but context_parallel has mask=Full"),
         ({}, {"length": 48}, "query has 48 tokens, but the layout gives each rank 24"),

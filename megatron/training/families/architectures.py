@@ -146,7 +146,7 @@ def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Fa
 
     if model.no_rope_freq:
         return SMOLLM3
-    if any(getattr(model, name) for name in GRANITE.free):
+    if not model.scale_embeddings and any(getattr(model, name) for name in GRANITE.free):
         return GRANITE
 
     windows = (attention or {}).get("window_size") is not None
