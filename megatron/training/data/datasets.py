@@ -242,7 +242,8 @@ def build_datasets(
     for name, dataset, n in zip(SPLITS, datasets, samples):
         if n and len(dataset) < n:  # a blend without weights is read only once
             fewer = 0 if name == "train" else config.run.eval_iters * len(dataset) // n
-            raise Refusal(
+            raise TooFewSamples(
+                fewer,
                 f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed: "
                 f"{f'use --eval-iters {fewer}, or repeat the data' * (fewer > 0) or 'repeat the data'} as a blend with "
                 "weights, --data-path 1 PREFIX 1 PREFIX"
@@ -250,6 +251,14 @@ def build_datasets(
     if first:
         datasets[0] = Later(datasets[0], first)
     return tuple(datasets)
+
+
+class TooFewSamples(Refusal):
+    """The data are too few; ``fewer`` is a number of --eval-iters for which they are enough, or 0."""
+
+    def __init__(self, fewer: int, text: str) -> None:
+        super().__init__(text)
+        self.fewer = fewer
 
 
 @dataclass

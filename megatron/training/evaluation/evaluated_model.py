@@ -14,14 +14,14 @@ from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import vocabulary
 from megatron.training.checkpoint.checksums import choose_whole
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.data.datasets import build_datasets
+from megatron.training.data.datasets import TooFewSamples, build_datasets
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.evaluation.eval_plan import EvalPlan, check_held_out, make_plan
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype
 from megatron.training.refusal import Refusal, together
-from megatron.training.settings.config import Config
+from megatron.training.settings.config import Config, RunConfig
 from megatron.training.setup import Runtime
 
 
@@ -50,12 +50,31 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[EvalPlan, list
     tokenizer, vocab_size = together(lambda: vocabulary(path, tokenizer, config))
     dataset = None
     if "loss-by-position" in plan.tasks:
-        samples = config.run.eval_iters * config.data.global_batch_size
-        dataset = build_datasets(config, tokenizer, (0, samples, 0), needed=runtime.reads_data)[1]
+        dataset = _held_out(config, tokenizer, runtime)
     check_held_out(plan, dataset, runtime.device)
     chunks = load_model(config, runtime, vocab_size, path)
     config.notes.append(f"loaded {path}")
     return plan, chunks, dataset
+
+
+def _held_out(config: Config, tokenizer: Tokenizer, runtime: Runtime) -> Dataset | None:
+    """Held-out samples. Of small data all are taken, unless --eval-iters asks for more."""
+    usual, few = RunConfig.eval_iters, None
+    for _ in range(2):
+        samples = config.run.eval_iters * config.data.global_batch_size
+        try:
+            dataset = build_datasets(config, tokenizer, (0, samples, 0), needed=runtime.reads_data)[1]
+        except TooFewSamples as refusal:
+            few = refusal
+        fewer: list[int] = [0] * dist.get_world_size()  # ranks that read no data do not know it
+        dist.all_gather_object(fewer, few.fewer if few else 0)
+        if config.run.eval_iters != usual or not max(fewer):
+            break
+        config.notes.append(f"--eval-iters {max(fewer)}, because the validation data have no more samples")
+        config.run.eval_iters, few = max(fewer), None
+    if few is not None:
+        raise few
+    return dataset
 
 
 def load_model(config: Config, runtime: Runtime, vocab_size: int, path: Checked) -> list[nn.Module]:
