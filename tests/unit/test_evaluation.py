@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from megatron.training.evaluation.haystack import HALVES, MARKS, is_held_out, ma
 from megatron.training.evaluation.samples import pack, row_of, window, windows
 from megatron.training.evaluation.tasks import metrics, position_bounds
 from megatron.training.refusal import Refusal
-from megatron.training.settings.config import DataConfig
+from megatron.training.settings.config import Config, DataConfig
 from tests.properties import examples
 from tools import make_needles
 
@@ -311,3 +312,32 @@ def test_results_as_files_lines_and_numbers(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Refusal, match="--eval-output .* cannot be written"):
         eval_report.write(str(tmp_path / "file" / "out"), {}, results())
+
+
+@pytest.mark.parametrize("asked, fewer, taken", [(100, 42, 42), (100, 0, None), (50, 42, None)])
+def test_all_of_small_data_is_evaluated(monkeypatch, asked: int, fewer: int, taken: int | None) -> None:
+    """Unless --eval-iters asks for more; a rank that reads no data follows the others."""
+    from megatron.training.data.datasets import TooFewSamples
+    from megatron.training.evaluation import evaluated_model
+
+    def build(config: Config, _: object, samples: tuple[int, ...], needed: bool) -> tuple[object, ...]:
+        if needed and samples[1] > fewer * 2:
+            raise TooFewSamples(fewer, "too few")
+        return None, "data" if needed else None, None
+
+    def gather(found: list[int], own: int) -> None:
+        found[:] = [own, fewer if config.run.eval_iters > fewer else 0]
+
+    monkeypatch.setattr(evaluated_model, "build_datasets", build)
+    monkeypatch.setattr(evaluated_model.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(evaluated_model.dist, "all_gather_object", gather)
+    for reads in (True, False):
+        config = Config()
+        config.run.eval_iters, config.data.global_batch_size = asked, 2
+        runtime = SimpleNamespace(reads_data=reads)
+        if taken is None and reads:
+            with pytest.raises(Refusal, match="too few"):
+                evaluated_model._held_out(config, None, runtime)
+        else:
+            assert evaluated_model._held_out(config, None, runtime) == ("data" if reads else None)
+            assert config.run.eval_iters == (taken or asked)

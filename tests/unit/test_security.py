@@ -368,14 +368,14 @@ def test_19_ranks_send_each_other_pickled_objects():
     assert any(called.endswith("all_gather_object") for _, called, _ in calls())
 
 
-def test_20_weights_and_biases_only_with_its_flag():
-    imports = {
-        name for name, node in nodes() if isinstance(node, ast.Import) and "wandb" in [one.name for one in node.names]
-    }
-    assert imports == {"megatron/training/report/reporter.py"}
+def test_20_loggers_of_others_only_with_their_flags():
+    """Weights & Biases and MLflow are imported by name in one place, after their flags."""
     source = (ROOT / "megatron" / "training" / "report" / "reporter.py").read_text()
-    assert re.search(r"if settings\.wandb_project:\n +wandb = _import_wandb\(\)\n.*_start_wandb", source)
-    assert source.count("_start_wandb(") == source.count("_import_wandb(") == 2 and source.count("import wandb") == 1
+    for package, setting in (("wandb", "wandb_project"), ("mlflow", "mlflow_experiment")):
+        imports = [node for _, node in nodes() if isinstance(node, ast.Import) and package in ast.dump(node)]
+        assert not imports and source.count(f'_imported("{package}"') == 1
+        guarded = rf'if settings\.{setting}:\n +{package} = _imported\("{package}".*\n.*_start_{package}'
+        assert re.search(guarded, source) and source.count(f"_start_{package}(") == 2
 
 
 def test_21_modes_follow_the_umask(tmp_path):
