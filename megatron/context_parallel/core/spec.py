@@ -200,7 +200,7 @@ class StageLayers:
         if self.transformer_engine and (self.mixers or self.pattern or self.experts):
             raise ValueError("mixers, patterns and experts need core's own layers: leave out transformer_engine")
         if self.transformer_engine and (self.all_heads_norms or not self.input_norms or self.final_scale is not None):
-            raise ValueError("all_heads_norms, final_scale and layers without input_norms need transformer_engine=False")
+            raise ValueError("all_heads_norms, final_scale, no input_norms: each needs transformer_engine=False")
 
 
 def block_spec(
