@@ -27,11 +27,14 @@ from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.context_parallel.fpdt.log_probs import TokenScores
 from megatron.context_parallel.huggingface.decoder_loss import (
     cross_entropy_sum,
+    labels_of,
+    pooler_of,
+    scores_tokens,
     sum_for_averaged_gradients,
+    through_head,
     token_scores,
 )
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
-from megatron.context_parallel.huggingface.heads import labels_of, pooler_of, scores_tokens, through_head
 from megatron.context_parallel.huggingface.indexed_layers import chooses_keys, forward_by_choice
 from megatron.context_parallel.huggingface.linear_layers import (
     MIXER,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from megatron.context_parallel.huggingface.heads import labels_of
+from megatron.context_parallel.huggingface.decoder_loss import labels_of
 from megatron.context_parallel.huggingface.indexed_layers import chooses_keys
 from megatron.context_parallel.huggingface.linear_layers import MIXER, Alone, has_state
 from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import set_seed
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
 
-from megatron.context_parallel.huggingface.heads import scores_tokens
+from megatron.context_parallel.huggingface.decoder_loss import scores_tokens
 from megatron.context_parallel.huggingface.parallel import ContextParallel, parallelize
 from megatron.context_parallel.huggingface.rank_batch import IGNORED
 from megatron.context_parallel.huggingface.trainer import ContextParallelMixin
