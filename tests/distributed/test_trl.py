@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, TrlMixin, parallelize
+from megatron.system.whole_file import replace_file
 from tests.chats import make_tokenizer, sentence
 from tests.hugging_face import save_model
 from tests.pairs import also_in_full
@@ -39,6 +41,14 @@ def rows(kind: str) -> list[dict[str, Any]]:
     return made
 
 
+def write_rows(folder: str, kind: str) -> str:
+    """A file with the rows; every process writes the same."""
+    path = Path(folder) / f"{kind}.jsonl"
+    if not path.exists():
+        replace_file(path, "".join(json.dumps(row) + "\n" for row in rows(kind)))
+    return str(path)
+
+
 def vowels(completions: list[Any], **_: Any) -> list[float]:
     """A reward by a rule."""
     texts = [one[0]["content"] for one in completions]
@@ -61,10 +71,10 @@ def prepare_folder(folder: Path) -> None:
 
 
 def train(kind: str, folder: str, grid: dict[str, int] | None, steps: int, **options: Any) -> list[dict[str, float]]:
-    """What a trainer logs of each step; ``grid``: None for TRL without our mixin."""
+    """What a trainer logs of each step; ``grid``: None for TRL without our mixin; ``resume``: a checkpoint."""
+    import datasets
     import trl
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
     for state in (AcceleratorState, PartialState):
@@ -77,8 +87,9 @@ def train(kind: str, folder: str, grid: dict[str, int] | None, steps: int, **opt
     extra: dict[str, Any] = {"max_length": 128} if kind != "GRPO" else {
         "num_generations": 4, "max_completion_length": 12, "beta": 0.05, "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    lora, settings = options.pop("lora", False), options.pop("settings", {})
-    args = configuration(os.path.join(folder, "out"), max_steps=steps, **(COMMON | extra | settings))
+    lora, settings, resume = options.pop("lora", False), options.pop("settings", {}), options.pop("resume", None)
+    output = {"output_dir": os.path.join(folder, "out"), "max_steps": steps}
+    args = configuration(**(output | COMMON | extra | settings))
     given: dict[str, Any] = {"reward_funcs": vowels} if kind == "GRPO" else {}
     if lora:
         from peft import LoraConfig
@@ -87,10 +98,12 @@ def train(kind: str, folder: str, grid: dict[str, int] | None, steps: int, **opt
     if grid is not None:
         context = given["context"] = parallelize(model, cp.initialize_grid(**grid), seq_length=128, **options)
         base = type(f"Long{kind}", (TrlMixin, base), {})
-    data = Dataset.from_list(rows(kind))
+    data = datasets.Dataset.from_list(rows(kind))
+    if settings.get("precompute_ref_log_probs"):  # TRL's ranks share a file of them, beside those of the data
+        data = datasets.load_dataset("json", data_files=write_rows(folder, kind), split="train", cache_dir=folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = base(model=model, args=args, train_dataset=data, processing_class=tokenizer, **given)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     kept = ("loss", "grad_norm", "reward", "entropy", "kl", "rewards/margins", "accuracy", "mean_token_accuracy")
     log = [{name: float(one[name]) for name in kept if name in one} for one in trainer.state.log_history]
     if grid is not None:
@@ -120,6 +133,7 @@ CASES = [
 ] + [
     ("DPO", 5, BOTH, {"fpdt": Fpdt(chunk_size=16)}),
     ("DPO", 3, R2, {"lora": True}),
+    ("DPO", 3, BOTH, {"settings": {"precompute_ref_log_probs": True}}),
     ("GRPO", 4, R2, {"settings": {"loss_type": "bnpo", "num_iterations": 2}}),
     ("SFT", 3, R2, {"balance": "documents"}),
 ]  # fmt: skip
@@ -141,9 +155,22 @@ def test_steps_are_those_of_trl_alone(pool, alone, kind, steps, grid, options):
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6 if kind == "GRPO" else 1e-7)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["DPO", "GRPO", "Reward"])
+def test_a_checkpoint_is_resumed(pool, alone, tmp_path, kind):
+    """The steps after it are those of TRL on one process, which did not stop."""
+    folder, expected = alone(kind, 4)
+    saving = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 2}
+    pool.run(train, 4, kind, folder, BOTH, 2, timeout=300, settings=saving)
+    again = pool.run(train, 4, kind, folder, BOTH, 4, timeout=300, resume=str(tmp_path / "checkpoint-2"))
+    for log in again:
+        for mine, theirs in zip(log[-2:], expected[2:], strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6 if kind == "GRPO" else 1e-7)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
 REFUSED = [
     ("GRPO", {"per_device_train_batch_size": 2, "num_generations": 4, "gradient_accumulation_steps": 1}, "multiple of"),
-    ("DPO", {"precompute_ref_log_probs": True}, "precompute_ref_log_probs"),
     ("DPO", {"use_weighting": True}, "use_weighting"),
 ]
 

@@ -35,7 +35,6 @@ REFUSED = {  # settings of TRL's configurations, and why they are not supported
     "activation_offloading": "has not been tried: use fpdt, or gradient checkpointing",
     "cast_lm_head_to_fp32": "has another output layer than the model",
     "sync_ref_model": "copies weights into a model that is distributed over ranks",
-    "precompute_ref_log_probs": "gathers what ranks of one group compute together: leave the reference to the steps",
 }
 
 
@@ -82,6 +81,7 @@ class TrlMixin(ContextParallelMixin):
             if getattr(settings, "scale_rewards", None) == "batch":
                 raise ValueError("scale_rewards='batch' would count samples once for each rank: use 'group'")
             settings.generation_batch_size = own * grid.data.size  # TRL multiplies by all processes
+        self._over_ranks = False
         with context.paused():  # the reference model gets the settings of the model
             super().__init__(*args, context=context, **kwargs)
         temperature = getattr(self, "temperature", 1.0)
@@ -98,8 +98,32 @@ class TrlMixin(ContextParallelMixin):
                 kernel=context.kernel,
             )
             over_ranks(self.reference, temperature)
+        self._over_ranks = True
+        if getattr(settings, "precompute_ref_log_probs", False):
+            own, held_out = settings.precompute_ref_batch_size, self.eval_dataset
+            size = own or settings.per_device_train_batch_size
+            self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", size)
+            size = own or settings.per_device_eval_batch_size
+            if isinstance(held_out, dict):
+                self.eval_dataset = {
+                    name: self._precompute_ref_logps(data, name, size) for name, data in held_out.items()
+                }
+            elif held_out is not None:
+                self.eval_dataset = self._precompute_ref_logps(held_out, "eval", size)
         if group is not None:
             set_seed(self.args.seed + grid.data.rank)  # TRL has a seed for each process; a group draws the same tokens
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """As TRL's; its constructor asks too early, before the model is distributed, and gets the data unchanged."""
+        if not self._over_ranks:
+            return dataset
+        accelerator, prepare = self.accelerator, self.accelerator.prepare
+        accelerator.prepare = lambda loader: self._split_over_data_axis(prepare(loader))
+        accelerator.gather_for_metrics = self._gather_samples
+        try:
+            return super()._precompute_ref_logps(dataset, name, batch_size)
+        finally:
+            del accelerator.prepare, accelerator.gather_for_metrics
 
     def compute_loss(
         self,
