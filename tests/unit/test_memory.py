@@ -353,7 +353,7 @@ def test_sizes_with_units():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--model llama4", "llama3-8b"),
+        ("--model llama4", "did you mean llama3"),
         ("--model llama3-8b --seq-length long", "--seq-length long"),
         ("--model llama3-8b --gpu T1000", "A100-80G"),
         ("--model llama3-8b --gpus 6 --tensor 4", "--gpus 6 is not a multiple"),
