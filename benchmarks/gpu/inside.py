@@ -23,6 +23,7 @@ STAGES = {
     "kernels": ("kernels", "variants of our attention kernels: block sizes, one pass or two, short ranges", 2),
     "linear": ("linear", "linear-attention and SSM layers: fla-core's kernels and this program's, 8K to 128K", 1),
     "step": ("step", "a training step of Llama-3-8B's shape: MFU, time by kind of kernel", 2),
+    "first": ("first", "the first step of a process with empty and filled caches; cuDNN's plans", 1),
     "fpdt": ("fpdt", "FPDT against full recompute by chunk, overlap of copies", 2),
     "longest": ("longest", "the longest context on this GPU within its host memory", 1),
     "simulator": ("predict", "the simulator's predictions for all of these", 0.5),

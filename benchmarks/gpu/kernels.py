@@ -32,7 +32,9 @@ LONG: dict[Pass, Blocks] = {
 SHORT: dict[Pass, Blocks] = {
     "forward": Blocks(64, 64, 4, 3), "queries": Blocks(64, 64, 4, 2), "keys": Blocks(64, 32, 4, 3),
 }  # fmt: skip
+DESCRIBED = Blocks(128, 64, 8, 3, described=True)
 TWO_PASSES: dict[str, dict[Pass, Blocks]] = {
+    "descriptors, 128 x 64, 3 stages": LONG | {"queries": DESCRIBED, "keys": DESCRIBED},
     "keys 128 x 64, 3 stages": LONG | {"keys": Blocks(128, 64, 8, 3)},
     "keys 128 x 64, 2 stages": LONG,
     "keys 64 x 32, 3 stages": LONG | {"keys": Blocks(64, 32, 4, 3)},

@@ -161,6 +161,12 @@ def step(report: Figures) -> list[str]:
     return [*steps, "", *table(["", "where the time goes"], groups)]
 
 
+def first(report: Figures) -> list[str]:
+    parts = ("start_seconds", "first_seconds", "later_seconds")
+    rows = [[name, *(f"{result[part]:.2f}" for part in parts)] for name, result in good(report).items()]
+    return table(["", "start of the process, s", "first step, s", "a later step, s"], rows)
+
+
 def figures_of(result: Figures) -> list[str]:
     device = (result["states"] + result["activations"]) / GIB
     sizes = [f"{device:.1f}", f"{result['host'] / GIB:.1f}"]
@@ -221,6 +227,7 @@ TABLES = {
     "kernels": kernels,
     "linear": linear,
     "step": step,
+    "first": first,
     "fpdt": fpdt,
     "longest": longest,
     "simulator": simulator,

@@ -34,6 +34,8 @@ class Blocks:
         split: (keys) whether dk and dv are computed by separate programs, so that each has room for its sum.
         one_loop: whether pairs are compared in all ranges. A program then has one loop with slower steps, where it
             would otherwise wait for the first loads of two or three.
+        described: (gradients) whether blocks are loaded by descriptors (TMA, on Hopper and newer), which need
+            fewer registers, so that no loop of three stages spills. Nothing has measured it.
     """
 
     block: int
@@ -43,6 +45,7 @@ class Blocks:
     registers: int | None = None
     split: bool = False
     one_loop: bool = False
+    described: bool = False
 
 
 BlockTable = Mapping[Pass, Mapping[int, Blocks]]
@@ -212,6 +215,7 @@ ALLOWED = {
     "registers": (None, *range(16, 256)),
     "split": (False, True),
     "one_loop": (False, True),
+    "described": (False, True),
 }
 
 

@@ -10,6 +10,8 @@ time; the tests have streams that copy at the worst moment that events allow (do
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,16 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     if x.device.type == "cpu" and device.type == "cuda":
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether our Triton kernels can compute with x: it is on a GPU and not fp64, and Triton is installed."""
+    return x.is_cuda and x.dtype != torch.float64 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 COMPUTE, STORES, LOADS = "compute", "stores", "loads"

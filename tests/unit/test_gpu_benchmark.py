@@ -80,6 +80,7 @@ def test_all_stages(tmp_path: Path) -> None:
         profile = case["profile"]
         assert sum(profile["groups"].values()) == pytest.approx(profile["seconds"], rel=0.05)
         assert {"GEMM", "attention", "elementwise", "idle"} <= set(profile["groups"])
+    assert all(min(case["first_seconds"], case["later_seconds"]) > 0 for case in result["first"]["cases"].values())
     assert result["fpdt"]["copies"]["copy_seconds"] > 0 and 0 <= result["fpdt"]["copies"]["hidden"] <= 1
     assert result["longest"]["longest"]["tokens"] == 2 * TINY.longest[0]
     for name in ("attention", "step", "fpdt", "longest"):

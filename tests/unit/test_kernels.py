@@ -31,7 +31,7 @@ from megatron.context_parallel.attention.kernels.tile_by_tile import TileScores
 from megatron.context_parallel.attention.ring import GatherSource
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.layout.grid import Axis, abstract_grid
-from megatron.context_parallel.layout.masks import Documents, Full, MaskFunction
+from megatron.context_parallel.layout.masks import ROW_MASK_BYTES, Documents, Full, MaskFunction
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.tiles import Tile, Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
@@ -429,7 +429,7 @@ def test_blocks_of_scores_fit_the_memory_limits(rows, keys, masked):
                 if not masked and end < rows and pairs > 1:
                     assert (end - start) * group >= math_kernel.FEW_ROWS
             if masked and end - start > 1:
-                assert (end - start) * mask.bytes_per_row(keys, 4) <= base.ROW_MASK_BYTES
+                assert (end - start) * mask.bytes_per_row(keys, 4) <= ROW_MASK_BYTES
             if b * h * rows * keys * 4 <= limit // 4:
                 assert len(heads) == 1 and end - start == rows
         assert seen.eq(1).all()

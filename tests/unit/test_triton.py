@@ -144,6 +144,14 @@ def test_plain_ranges_by_their_own_kernel(interpreted, mask, sizes):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **sizes, plain=True)))
 
 
+@pytest.mark.parametrize("mask, extra", [("function", "all"), ("two-sided", "plain")])
+@pytest.mark.parametrize("one_pass", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.usual(1)
+def test_a_backward_by_descriptors(interpreted, mask, extra, one_pass):
+    sizes = {"b": 2, "h": 4, "hk": 2, "d": 16, "dv": 32, "layout": "surrounded"} if extra == "plain" else EXTRAS[extra]
+    check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG, **sizes, one_pass=one_pass, described=True)))
+
+
 ONE = {"q_at": ((0, 37),), "blocks": (((0, 11),), ((11, 37),)), "one_pass": True}
 
 
@@ -160,6 +168,12 @@ ONE = {"q_at": ((0, 37),), "blocks": (((0, 11),), ((11, 37),)), "one_pass": True
 @pytest.mark.usual(0)
 def test_a_backward_of_one_pass(interpreted, case):
     check(interpreted(triton_cases.errors, case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_of_tiles_merge(interpreted, dtype):
+    """Whatever the strides, and for rows without keys; the merged output of bf16 is fp32."""
+    check(interpreted(triton_cases.merge_errors, dtype), 1e-6)
 
 
 @pytest.mark.parametrize("rule, keys, values", [("gated_delta", 24, 20), ("kda", 16, 40), ("decay", 40, 16)])

@@ -19,6 +19,7 @@ import torch
 from benchmarks.machine_code import loops, name
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.decisions.block_sizes import EXCEPTIONS, FEATURES, FOR_SHORT, TABLE, Blocks, blocks
+from megatron.platform.hooks import replaced
 from tests.pairs import also_in_full
 from tests.patience import patience
 
@@ -200,6 +201,45 @@ def test_warps_of_plain_ranges_are_specialised(compiler, head):
     assert taken.specialised and taken.programs >= 1 and taken.spills == 0
     assert len(taken.loops) == 2 and all(loop.spills == 0 for loop in taken.loops), "two groups of warps compute"
     assert len(loads) == 4 and all(read == into for read, into in loads), loads
+
+
+def _described(capability: int, which: str) -> Any:
+    from benchmarks.triton_compile import example, resources
+
+    fixed = {name: Blocks(128, 64, 8, 3, described=True) for name in ("queries", "keys")}
+    return resources(example(capability, 128, fixed=fixed, only=which)[which], capability)
+
+
+@needs_triton
+@pytest.mark.lab
+@pytest.mark.parametrize("which", ["queries", "keys"])
+@pytest.mark.parametrize("capability", [90, 100])
+def test_three_stages_of_descriptors_do_not_spill_in_loops(compiler, capability, which):
+    """With pointers the loop over edges spills."""
+    taken = compiler(capability, which, function=_described)
+    assert taken.programs >= 1 and len(taken.loops) == 2 and all(loop.spills == 0 for loop in taken.loops)
+
+
+def _merge_resources(capability: int, narrow: bool) -> tuple[Any, int]:
+    """The resources of the kernel that merges outputs, and the number of its loads of 16 bytes."""
+    from benchmarks.triton_compile import compile_launch, resources
+    from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch, merge
+
+    tile, row = (torch.empty(2**14, 1, 8, *size, device="meta") for size in ((128,), ()))
+    found: list[Launch] = []
+    with replaced(Launch.run, lambda _: found.append):
+        merge(tile.bfloat16() if narrow else tile, row, tile.bfloat16(), row)
+    ptx = compile_launch(found[0], capability).asm["ptx"]
+    return resources(found[0], capability), len(re.findall(r"ld\.global\S*\.v4", ptx))
+
+
+@needs_triton
+@pytest.mark.lab
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_outputs_merge_by_wide_loads(compiler, capability, narrow):
+    taken, wide = compiler(capability, narrow, function=_merge_resources)
+    assert taken.spills == 0 and taken.registers <= 128 and wide >= 4
 
 
 def test_blocks_by_features():

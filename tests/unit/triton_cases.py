@@ -56,6 +56,7 @@ class Case:
     one_pass: bool = False  # the backward pass
     plain: bool = False  # plain ranges by their own kernel, where it can run
     long: bool = False  # with the block sizes for many keys
+    described: bool = False  # the backward pass loads blocks by descriptors
 
 
 def slopes_of(case: Case, device: torch.device) -> Tensor:
@@ -99,6 +100,30 @@ def make(case: Case, device: torch.device = CPU) -> Tensors:
     return Tensors(q, keys, values, dout)
 
 
+def merge_errors(dtype: torch.dtype) -> dict[str, float]:
+    """Errors of out and lse of 45 rows, of which some have keys in one tile alone or in none, against float64.
+
+    The sum of dtype fp32 is merged in place; that of a narrower dtype becomes a new one.
+    """
+    torch.manual_seed(3)
+    rows, b, h, d = 45, 2, 3, 20
+    tile_out = torch.randn(b, h, rows, d).to(dtype).permute(2, 0, 1, 3)
+    out = torch.randn(rows, b, 2 * h, d + 3).to(dtype)[:, :, ::2, :d]
+    lse, tile_lse = torch.randn(b, rows, h).transpose(0, 1) * 30, torch.randn(b, h, rows).permute(2, 0, 1) * 30
+    lse[::7], tile_lse[::3] = -torch.inf, -torch.inf
+    lse[1], tile_lse[1] = 1000.0, 1000.0  # equal and large
+    out[::7], tile_out[::3] = 0.0, 0.0
+    weights = torch.stack([lse, tile_lse]).double().softmax(0).nan_to_num(0.0).unsqueeze(-1)
+    exact = weights[0] * out.double() + weights[1] * tile_out.double()
+    exact_lse, kept = torch.logaddexp(lse.double(), tile_lse.double()), out.clone()
+    merged = triton_call.merge(out, lse, tile_out, tile_lse)
+    assert merged.dtype == torch.float32 and (merged is out or out.equal(kept))
+    finite = exact_lse.isfinite()
+    assert lse.isfinite().equal(finite)
+    relative = (lse - exact_lse).abs() / exact_lse.abs().clamp(min=1)
+    return {"out": float((merged - exact).abs().max()), "lse": float(relative[finite].max())}
+
+
 def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     """out, lse and gradients by the kernels, one key block after another.
 
@@ -131,8 +156,9 @@ def computed(case: Case, x: Tensors) -> dict[str, Tensor]:
     out, lse = result.out_SBHD, result.lse_SBH
     final = Final(x.dout, None, lse, kernel.delta(out, x.dout))
     kernels += ("backward",) if case.one_pass else ("queries", "keys")
+    sizes = replace(block_sizes.INTERPRETED, described=case.described)
     for some, k, v, dkv in zip(tiles_of_blocks, x.k, x.v, grads):
-        with launching(*kernels, short=short):
+        with launching(*kernels, short=short), mock.patch.object(block_sizes, "INTERPRETED", sizes):
             kernel.attend_grad(some, x.q, k, v, scores, final, dq, dkv)
     dk, dv = (torch.cat([getattr(dkv, name).finish() for dkv in grads]) for name in ("dk", "dv"))
     out = torch.where(lse.isneginf()[..., None], 0.0, out)  # undefined for queries in no tile

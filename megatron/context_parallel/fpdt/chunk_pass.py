@@ -64,7 +64,7 @@ class ChunkPass:
 
     def finish_grad(self, chunk: int, x: Tensor, dq: Tensor | None, dkv: Tensor | None, residual: Tensor) -> None:
         """Finish a chunk with complete gradients. dq is None for queries without keys, dkv for keys without queries."""
-        self.dx.write(self.spans[chunk], residual + self.work.project_grad(x, dq, dkv, chunk))
+        self.dx.write_sum(self.spans[chunk], residual, self.work.project_grad(x, dq, dkv, chunk))
         self.store.drop(*((name, chunk) for name in ("kv", "dkv", "q", "dq")))
 
     def finish_waiting(self, chunks: list[int], fresh: Mapping[tuple, Tensor] = {}) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from math import ceil
 from typing import Any
 
@@ -33,6 +32,7 @@ from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
 from megatron.platform.hooks import replaceable
+from megatron.platform.streams import runs_triton
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ def row_losses(
 @replaceable
 def loss_kernels(weight: Tensor) -> tuple[Callable, Callable] | None:
     """Triton's kernels for logits in the dtype of the weight: see loss_kernel.py. None: they cannot run."""
-    if not weight.is_cuda or weight.dtype == torch.float64 or find_spec("triton") is None:
+    if not runs_triton(weight):
         return None
     from megatron.context_parallel.fpdt.loss_kernel import row_sums, write_gradient
 

@@ -295,7 +295,7 @@ class _Pass:
                 dx.write(self.rows[chunk], residual)
                 self.store.put(("dout", chunk), dout)
             else:
-                dx.write(self.rows[chunk], residual + self._input_grad(chunk, x, inputs, dout, entries, {}))
+                dx.write_sum(self.rows[chunk], residual, self._input_grad(chunk, x, inputs, dout, entries, {}))
         if route.sends:
             after = exit_grads(rule, route.order, route.axis, self._adjoints(maps), self.empty, route.relay)
             for chunk, x in zip(backwards, self.x.walk(rows)):
@@ -306,7 +306,7 @@ class _Pass:
                     for index, count in enumerate(self.counts[chunk])
                 ]
                 added = self._input_grad(chunk, x, inputs, dout, entries, after)
-                dx.write(self.rows[chunk], dx.read(self.rows[chunk]) + added)
+                dx.write_sum(self.rows[chunk], dx.read(self.rows[chunk]), added)
         if self.halo is not None:
             self._halo_grad()
 
@@ -380,4 +380,4 @@ class _Pass:
             with torch.enable_grad():
                 mixed = self.layer.project(leaf, chunk)[0]
             (added,) = self.work.parameter_grads.differentiate(mixed, [leaf], grad)
-            self.dx.write(span, self.dx.read(span) + added)
+            self.dx.write_sum(span, self.dx.read(span), added)

@@ -326,6 +326,13 @@ class HiddenStates:
         else:
             self.offload.write(self.x[slice(*span)], rows)
 
+    def write_sum(self, span: Span, rows: Tensor, more: Tensor) -> None:
+        """Write ``rows + more``."""
+        if self.offload is None:
+            torch.add(rows, more, out=self.x[slice(*span)])
+        else:
+            self.write(span, rows + more)
+
     def _load(self, span: Span) -> Loading:
         rows = self.x[slice(*span)]
         return Loading(rows) if self.offload is None else self.offload.load(rows)

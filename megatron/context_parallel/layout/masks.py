@@ -22,6 +22,9 @@ from megatron.context_parallel.layout.tree import Tree, segment_ends
 from megatron.decisions.division import NARROW
 from megatron.platform.streams import to_device
 
+ROW_MASK_BYTES = 32 * 2**20  # memory limit for the mask of one block of rows
+PAIR_BYTES = 24  # for each pair while its mask is computed: two int64 for positions, and booleans
+
 
 class Band(NamedTuple):
     """Consecutive queries that each attend to consecutive keys.

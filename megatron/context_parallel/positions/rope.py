@@ -8,8 +8,6 @@ model was trained on, frequencies are lowered: all by one factor (linear interpo
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from megatron.context_parallel.layout.spans import Span, positions
 from megatron.context_parallel.layout.tree import Tree
 from megatron.platform.autograd import once_differentiable
 from megatron.platform.hooks import replaceable
-from megatron.platform.streams import to_device
+from megatron.platform.streams import runs_triton, to_device
 
 # Llama 3.1 lowers frequencies with less than one turn in the original length, keeps those with more than four turns,
 # and interpolates in between.
@@ -168,7 +166,7 @@ class _Rotate(torch.autograd.Function):
 @replaceable
 def rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
     """See :meth:`Rope.rotate`; ``sign`` -1 rotates back."""
-    if x.is_cuda and x.dtype != torch.float64 and _has_triton():
+    if runs_triton(x):
         from megatron.context_parallel.positions.rope_kernel import rotated
 
         return rotated(x, angles, rope.dim, rope.attention_factor, rope.interleaved, sign)
@@ -182,11 +180,6 @@ def rotated(x: Tensor, angles: Tensor, rope: Rope, sign: int) -> Tensor:
         to_second.copy_((second * cos).addcmul_(first, sin, value=sign))
         target[..., rope.dim :] = part[..., rope.dim :]
     return out
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:

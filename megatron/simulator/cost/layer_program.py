@@ -24,8 +24,8 @@ Runs = Literal["ours", "eager", "compiled", "fused"]
 # PyTorch's 18 and 22.
 RMS_NORM, SWIGLU, CROSS_ENTROPY = (9.0, 6.0), (10 / 6, 18 / 10), (18 / 46, 22 / 26)
 FUSED_CROSS_ENTROPY = (6 / 46, 4 / 26)  # one kernel per pass: torch.compile's, Triton's, Transformer Engine's
-# Other programs merge a ring's outputs by one kernel, this program by several (attention_operations.py, ``merges``).
-OWN_MERGES = {"widen": 10 / 12, "merge_output": 10 / 30}
+# Other programs cast the first output before they merge others into it (attention_operations.py, ``merges``).
+WIDEN = 10 / 4
 # A tensor is cast for an FP8 product: read in bf16, written in FP8 as it is and transposed.
 CAST_BYTES = BF16 + 2
 # Launches for a layer's forward pass, twice as many for backward: PyTorch's operations with FSDP's hooks. The GPU waits
@@ -141,8 +141,8 @@ def _traffic(kernel: Kernel, shape: Shape, runs: Runs) -> float:
     """Ratio of the bytes that the program moves to those that this program moves."""
     if runs == "ours":
         return 1.0
-    if kernel.name in OWN_MERGES:
-        return OWN_MERGES[kernel.name]
+    if kernel.name == "widen":
+        return WIDEN
     if kernel.name == "cross_entropy":
         return (CROSS_ENTROPY if runs == "eager" else FUSED_CROSS_ENTROPY)[kernel.backward]
     if runs != "eager":

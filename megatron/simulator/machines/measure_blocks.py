@@ -22,12 +22,18 @@ CANDIDATES: dict[Pass, list[Blocks]] = {
         for block, step, stages in (*product((64, 128), (32, 64), (2, 3)), (128, 128, 2), (128, 128, 3))
     ],
     "queries": [
-        Blocks(block, step, block // 16, stages)
-        for block, step, stages in (*product((64, 128), (32, 64), (2, 3)), (128, 128, 2))
+        *(
+            Blocks(block, step, block // 16, stages)
+            for block, step, stages in (*product((64, 128), (32, 64), (2, 3)), (128, 128, 2))
+        ),
+        Blocks(128, 64, 8, 3, described=True),
     ],
     "keys": [
-        Blocks(block, step, block // 16, stages, split=split)
-        for block, step, stages, split in product((64, 128), (32, 64), (2, 3), (False, True))
+        *(
+            Blocks(block, step, block // 16, stages, split=split)
+            for block, step, stages, split in product((64, 128), (32, 64), (2, 3), (False, True))
+        ),
+        Blocks(128, 64, 8, 3, described=True),
     ],
     "backward": [
         Blocks(block, step, block // 16, stages) for block, step, stages in product((64, 128), (32, 64), (1, 2, 3))

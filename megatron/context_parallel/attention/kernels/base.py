@@ -22,9 +22,6 @@ from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions.block_sizes import BlockTable
 
-ROW_MASK_BYTES = 32 * 2**20  # memory limit for the mask of one block of rows
-PAIR_BYTES = 24  # for each pair while its mask is computed: two int64 for positions, and booleans
-
 Capability = tuple[int, int]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
+from megatron.context_parallel.attention.kernels.base import Capability
 from megatron.context_parallel.attention.kernels.fused_kernel import compact
 from megatron.context_parallel.attention.kernels.math_kernel import MathKernel
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
@@ -27,6 +27,7 @@ from megatron.context_parallel.attention.kernels.tile_by_tile import (
     lse_for_backward,
     row_blocks,
 )
+from megatron.context_parallel.layout.masks import ROW_MASK_BYTES
 
 MATH = MathKernel()
 

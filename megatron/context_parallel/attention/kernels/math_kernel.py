@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import ROW_MASK_BYTES, Capability
+from megatron.context_parallel.attention.kernels.base import Capability
 from megatron.context_parallel.attention.kernels.fused_kernel import head_slices
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.attention.kernels.tile_by_tile import (
@@ -21,6 +21,7 @@ from megatron.context_parallel.attention.kernels.tile_by_tile import (
     lse_for_backward,
     row_blocks,
 )
+from megatron.context_parallel.layout.masks import ROW_MASK_BYTES
 
 SCORE_BYTES = {"cpu": 2**21, "cuda": 2**26}  # limit for a block's scores; a few buffers of this size exist at once
 FEW_ROWS = 128  # a block with fewer rows has only one head

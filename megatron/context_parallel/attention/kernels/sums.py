@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
+from megatron.platform.hooks import replaceable
+from megatron.platform.streams import runs_triton
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,16 +52,14 @@ class Accumulator:
         self.out_SBHD, self.lse_SBH = out_SBHD, lse_SBH
 
     def add(self, rows: Span, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-        """Merge a tile: ``out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t))``."""
-        tile_out, tile_lse = out_BHSD.permute(2, 0, 1, 3), lse_BHS.permute(2, 0, 1)
-        if self.out_SBHD is None and rows == (0, self.shape[0]):
-            self.out_SBHD, self.lse_SBH = tile_out, tile_lse
-            return
-        out, lse = (x[rows[0] : rows[1]] for x in self.sums())
-        # If neither side has attended to any key, both lse are -inf and the output stays as it is.
-        share = torch.sigmoid(tile_lse - lse).nan_to_num_(0.0)
-        out -= share.unsqueeze(-1) * (out - tile_out)
-        lse.copy_(torch.logaddexp(lse, tile_lse))
+        """Merge a tile."""
+        tile, whole = (out_BHSD.permute(2, 0, 1, 3), lse_BHS.permute(2, 0, 1)), rows == (0, self.shape[0])
+        if not whole:
+            merged(*(x[rows[0] : rows[1]] for x in self.sums()), *tile)
+        elif self.out_SBHD is None:
+            self.out_SBHD, self.lse_SBH = tile
+        else:
+            self.out_SBHD = merged(self.out_SBHD, self.lse_SBH, *tile)
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """out and lse so far, in fp32 (fp64), to be updated in place; 0 and -inf at first."""
@@ -99,6 +99,24 @@ class Accumulator:
         self.lse_SBH = torch.full(self.shape[:3], -torch.inf, dtype=self.sum_dtype, device=self.device)
 
 
+@replaceable
+def merged(out_SBHD: Tensor, lse_SBH: Tensor, tile_out_SBHD: Tensor, tile_lse_SBH: Tensor) -> Tensor:
+    """``out -= sigmoid(lse_t - lse) * (out - out_t); lse = log(exp(lse) + exp(lse_t))``, in place.
+
+    An output in a narrower dtype than fp32 stays, and a new one is returned. On a GPU with Triton this is one kernel.
+    """
+    if runs_triton(out_SBHD):
+        from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import merge
+
+        return merge(out_SBHD, lse_SBH, tile_out_SBHD, tile_lse_SBH)
+    out = out_SBHD.to(accumulation_dtype(out_SBHD.dtype))
+    # If neither side has attended to any key, both lse are -inf and the output stays as it is.
+    share = torch.sigmoid(tile_lse_SBH - lse_SBH).nan_to_num_(0.0)
+    out -= share.unsqueeze(-1) * (out - tile_out_SBHD)
+    lse_SBH.copy_(torch.logaddexp(lse_SBH, tile_lse_SBH))
+    return out
+
+
 class GradientSum:
     """The sum of the tiles' gradients for the rows of one block.
 
@@ -117,7 +135,7 @@ class GradientSum:
         if self.total is None and rows == (0, self.like.size(0)):
             self.total = grad_SBHD
         else:
-            self.sum()[rows[0] : rows[1]] += grad_SBHD
+            self.sum()[rows[0] : rows[1]].add_(grad_SBHD)  # += would also copy the rows onto themselves
 
     def sum(self) -> Tensor:
         """The sum so far, in fp32 (fp64), to be updated in place."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Final, Scores
+from megatron.context_parallel.attention.kernels.base import Final, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients, accumulation_dtype
+from megatron.context_parallel.layout.masks import PAIR_BYTES
 from megatron.context_parallel.layout.spans import positions
 from megatron.context_parallel.layout.tiles import Tile, Tiles, parts
 from megatron.context_parallel.positions.position_dropout import TileDropout
@@ -171,9 +172,9 @@ def _turned(tile: Tile, *tensors: Tensor) -> list[Tensor]:
 
 
 def lse_for_backward(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The final lse in ``dtype``, with +inf for -inf, so that ``exp(score - lse)`` is 0 and not NaN without keys."""
-    lse = lse.to(dtype)
-    return lse.masked_fill(lse == float("-inf"), float("inf"))
+    """The final lse in ``dtype``, contiguous, with +inf for -inf, so that ``exp(score - lse)`` without keys is 0."""
+    result = torch.empty(lse.shape, dtype=dtype, device=lse.device)
+    return torch.nan_to_num(lse.to(dtype), nan=torch.nan, posinf=torch.inf, neginf=torch.inf, out=result)
 
 
 def row_blocks(rows: int, bytes_per_row: int, limit: int) -> Iterator[tuple[int, int]]:

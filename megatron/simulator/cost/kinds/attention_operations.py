@@ -145,14 +145,13 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
 
 
 def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
-    """(casts of an output of ``size`` numbers to fp32 and back, merge of another output into it).
+    """(cast of an output of ``size`` numbers at the end, merge of another output into it).
 
-    A merge (attention/kernels/sums.py) computes a difference, weights it and subtracts it; each of these kernels reads
-    and writes fp32. The papers' programs are assumed to use one kernel.
+    A merge is one kernel (attention/kernels/sums.py). The first reads both outputs in bf16, which is subtracted from
+    the cast. The papers' programs are assumed to cast the first output as well.
     """
     one = BF16 + 2 * FP32
-    first, other = (2 * (BF16 + FP32), one + 5 * FP32) if strategy.fused else (one, one)
-    return memory("widen", first * size), memory("merge_output", other * size)
+    return memory("widen", (2 * BF16 if strategy.fused else one) * size), memory("merge_output", one * size)
 
 
 def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:

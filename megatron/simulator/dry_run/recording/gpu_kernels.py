@@ -19,13 +19,14 @@ from torch.nn import functional
 from torch.optim import adam
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels import KERNELS, math_kernel
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, Final, Kernel, Scores
+from megatron.context_parallel.attention.kernels import KERNELS, math_kernel, sums
+from megatron.context_parallel.attention.kernels.base import Final, Kernel, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.kernels.tile_by_tile import TileByTile
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles import groups
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.host_store import HostPool, Offload
+from megatron.context_parallel.layout.masks import PAIR_BYTES
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.linear_attention import block_scan, mixer
 from megatron.context_parallel.linear_attention.rules import Prepared
@@ -314,6 +315,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         stack.enter_context(patched(functional, "rms_norm", partial(_rms_norm, recorder)))
         stack.enter_context(patched(adam, "_fused_adam", _adam(recorder, adam._fused_adam)))
         stack.enter_context(sharded_streams(recorder))
+        stack.enter_context(replaced(sums.merged, lambda _: partial(_merge, recorder)))
         if fused_rope:
             stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))
         # The sizes of pieces are those of a GPU, not those chosen for a CPU's caches.
@@ -339,6 +341,17 @@ def _loss_kernels(recorder: Recorder, weight: Tensor) -> tuple[Callable, Callabl
         return logits  # written in their place
 
     return _as_one(recorder, row_sums), _as_one(recorder, write_gradient)
+
+
+def _merge(recorder: Recorder, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> Tensor:
+    """Replaces `sums.merged`: Triton's kernel, but PyTorch's operations for fp64."""
+    if out.dtype == torch.float64:
+        return sums.merged.function(out, lse, tile_out, tile_lse)
+
+    def merge(*_: Tensor) -> tuple[Tensor, Tensor]:
+        return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32), lse
+
+    return recorder.fused(merge, (out, lse, tile_out, tile_lse), {})[0]
 
 
 def _rotate(x: Tensor, angles: Tensor, settings: rope.Rope, sign: int) -> Tensor:

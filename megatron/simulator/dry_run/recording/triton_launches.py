@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention import kernels
-from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch
+from megatron.context_parallel.attention.kernels import sums
+from megatron.context_parallel.attention.kernels.triton_kernels.triton_call import Launch, merge
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.linear_attention import block_scan, mixer
 from megatron.context_parallel.positions import rope
@@ -83,6 +85,7 @@ def recorded(found: dict[Any, Wanted], capability: tuple[int, int]) -> Iterator[
         stack.enter_context(replaced(kernels.select, select))
         stack.enter_context(replaced(block_scan.launch, lambda _: block_scan.launch.function))
         stack.enter_context(replaced(mixer.chosen_kernel, lambda _: linear))
+        stack.enter_context(replaced(sums.merged, lambda _: merge))
         stack.enter_context(replaced(rope.rotated, lambda _: rotated))
         stack.enter_context(replaced(chunked_loss.loss_kernels, lambda _: lambda _: (row_sums, write_gradient)))
         yield
@@ -90,6 +93,8 @@ def recorded(found: dict[Any, Wanted], capability: tuple[int, int]) -> Iterator[
 
 def compiled_for(x: Any, constant: bool) -> Any:
     """What Triton compiles anew for, of an argument."""
+    if hasattr(x, "block_shape"):  # a descriptor
+        return x.base.dtype, tuple(x.block_shape)
     if isinstance(x, Tensor):
         return x.dtype, aligned(x)
     if isinstance(x, int) and not constant and not isinstance(x, bool):
@@ -102,7 +107,9 @@ def aligned(x: Tensor) -> bool:
 
 
 def without_memory(x: Any) -> Any:
-    """A tensor of the device ``meta`` that is aligned as ``x``; anything else as it is."""
+    """A tensor of the device ``meta`` that is aligned as ``x``, also in a descriptor; anything else as it is."""
+    if hasattr(x, "block_shape"):
+        return replace(x, base=without_memory(x.base))
     if not isinstance(x, Tensor):
         return x
     return outside_fakes(lambda: torch.empty(32, dtype=x.dtype, device="meta")[0 if aligned(x) else 1 :])()

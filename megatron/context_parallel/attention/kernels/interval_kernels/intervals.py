@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.attention.kernels.base import PAIR_BYTES, ROW_MASK_BYTES
-from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.masks import PAIR_BYTES, ROW_MASK_BYTES, Mask
 from megatron.context_parallel.layout.spans import Span, positions
 from megatron.context_parallel.layout.tiles import KINDS, Tile, Tiles
 

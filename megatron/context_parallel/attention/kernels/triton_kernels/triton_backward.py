@@ -122,8 +122,8 @@ def ready_kernel(
 
 @triton.jit
 def _walk_keys(
-    dq, q, dout, lse, delta, rows, k, v, ranges, first, last, bits, q_at, k_places, row_key, column_keys, slope,
-    k_ss, k_sd, v_ss, v_sd, scale, factor, cap, threshold, kept_scale,
+    dq, q, dout, lse, delta, rows, k, v, k_blocks, v_blocks, k_first, v_first, ranges, first, last, bits, q_at,
+    k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd, scale, factor, cap, threshold, kept_scale,
     HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, STEP: tl.constexpr,
     KIND: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -136,8 +136,11 @@ def _walk_keys(
             if KIND == 2:
                 at, words, first_key = bit_rows(entry, rows)
         for key in range(start, stop, STEP):
-            k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
-            v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
+            if k_blocks is not None:
+                k_block, v_block = k_blocks.load([key, k_first]), v_blocks.load([key, v_first])
+            else:
+                k_block = load_rows(k, key, stop, k_ss, k_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+                v_block = load_rows(v, key, stop, v_ss, v_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
             products = dot(q, tl.trans(k_block), None, PRECISION)
             keys = key + tl.arange(0, STEP)
             k_at = keys
@@ -168,7 +171,7 @@ def _walk_keys(
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
 def query_kernel(
     q, k, v, dout, lse, delta, dq, ready_lse, ready_delta, blocks, ranges, bits, slopes, q_places, k_places,
-    row_keys, column_keys,
+    row_keys, column_keys, k_blocks, v_blocks,
     q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
     lse_ss, lse_sb, lse_sh, delta_ss, delta_sb, delta_sh, dq_ss, dq_sb, dq_sh, dq_sd,
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
@@ -203,9 +206,10 @@ def query_kernel(
     total = tl.zeros([BLOCK, HEAD_BLOCK], tl.float32)
     for kind in tl.static_range(0 if PLAIN else 1, 3 if MASKED else 2):
         total = _walk_keys(
-            total, q_block, dout_block, lse_here, delta_here, rows, k, v, ranges, tl.load(block + 1 + kind),
-            tl.load(block + 2 + kind), bits, q_at, k_places, row_key, column_keys, slope, k_ss, k_sd, v_ss, v_sd,
-            scale, factor, cap, threshold, kept_scale,
+            total, q_block, dout_block, lse_here, delta_here, rows, k, v, k_blocks, v_blocks,
+            sample * k_sb + head // GROUP * k_sh, sample * v_sb + head // GROUP * v_sh, ranges,
+            tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_at, k_places, row_key, column_keys, slope,
+            k_ss, k_sd, v_ss, v_sd, scale, factor, cap, threshold, kept_scale,
             HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, STEP, kind, ALIBI, CAPPED, DROPS, WIDE, PRECISION,
         )  # fmt: skip
     at = block_pointers(dq + b * dq_sb + h * dq_sh, first_row, dq_ss, dq_sd, BLOCK, HEAD_BLOCK, WIDE)
@@ -215,9 +219,10 @@ def query_kernel(
 
 @triton.jit
 def _walk_queries(
-    dk, dv, k, v, first_column, q, dout, dq, ready_lse, ready_delta, ranges, first, last, bits, q_places, k_at,
-    row_keys, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, dq_ss, dq_sd, scale, factor, cap, threshold,
-    kept_scale, HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    dk, dv, k, v, first_column, q, dout, q_blocks, dout_blocks, q_first, dout_first, dq, ready_lse, ready_delta,
+    ranges, first, last, bits, q_places, k_at, row_keys, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd,
+    dq_ss, dq_sd, scale, factor, cap, threshold, kept_scale,
+    HEAD: tl.constexpr, VALUE: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr, DQ: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KIND: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, DROPS: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -235,10 +240,16 @@ def _walk_queries(
                 at, words, first_query = bit_rows(entry, columns)
         for query in range(start, stop, STEP):
             rows = query + tl.arange(0, STEP)
-            q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
+            if q_blocks is not None:
+                q_block = q_blocks.load([query, q_first])
+            else:
+                q_block = load_rows(q, query, stop, q_ss, q_sd, STEP, HEAD, HEAD_BLOCK, WIDE, KIND > 0)
             lse_here = load_numbers(ready_lse, rows, stop, float("inf"), KIND > 0)
             products = dot(k, tl.trans(q_block), None, PRECISION)
-            dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
+            if q_blocks is not None:
+                dout_block = dout_blocks.load([query, dout_first])
+            else:
+                dout_block = load_rows(dout, query, stop, dout_ss, dout_sd, STEP, VALUE, VALUE_BLOCK, WIDE, KIND > 0)
             dout_block = dout_block.to(q_block.dtype)
             if DK and k.dtype != tl.float32:  # issued here, so that tensor cores compute during the softmax weights
                 dp = dot(v, tl.trans(dout_block), None, PRECISION)
@@ -288,7 +299,7 @@ def _walk_queries(
 @triton.jit(do_not_specialize=["q_rows", "k_rows", "threshold"])
 def key_kernel(
     q, k, v, dout, ready_lse, ready_delta, dq, dk, dv, blocks, ranges, bits, slopes, q_places, k_places,
-    row_keys, column_keys,
+    row_keys, column_keys, q_blocks, dout_blocks,
     q_ss, q_sb, q_sh, q_sd, k_ss, k_sb, k_sh, k_sd, v_ss, v_sb, v_sh, v_sd, dout_ss, dout_sb, dout_sh, dout_sd,
     dq_ss, dq_sb, dq_sh, dq_sd, dk_ss, dk_sb, dk_sh, dk_sd, dv_ss, dv_sb, dv_sh, dv_sd,
     q_rows, k_rows, scale, factor, cap, threshold, kept_scale,
@@ -333,7 +344,8 @@ def key_kernel(
             dq_head = dq + b * dq_sb + wide * dq_sh
         for kind in tl.static_range(0 if PLAIN else 1, 3 if MASKED else 2):
             dk_total, dv_total = _walk_queries(
-                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, dq_head, ready_lse + ready,
+                dk_total, dv_total, k_block, v_block, first_row, q_head, dout_head, q_blocks, dout_blocks,
+                sample * q_sb + head * q_sh, sample * dout_sb + head * dout_sh, dq_head, ready_lse + ready,
                 ready_delta + ready, ranges, tl.load(block + 1 + kind), tl.load(block + 2 + kind), bits, q_places, k_at,
                 row_keys_head, column_keys, k_rows, slope, q_ss, q_sd, dout_ss, dout_sd, dq_ss, dq_sd, scale, factor,
                 cap, threshold, kept_scale, HEAD, VALUE, HEAD_BLOCK, VALUE_BLOCK, BLOCK, STEP, DQ, DK, DV, kind, ALIBI,

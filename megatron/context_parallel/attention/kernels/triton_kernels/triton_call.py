@@ -78,6 +78,7 @@ class Launch:
         self.kernel[self.grid](**self.arguments, **self.options)
 
 
+DESCRIBED = {"queries": ("k", "v"), "keys": ("q", "dout"), "backward": ("q", "dout")}
 LOG2E = 1.4426950408889634
 
 
@@ -90,6 +91,18 @@ def delta(out_SBHD: Tensor, dout_SBHD: Tensor) -> Tensor:
     arguments = {**tensors, **_strides(tensors), **sizes, "WIDE": _wide(32, out_SBHD, dout_SBHD)}
     Launch(_functions()["delta"], (-(-s // 32), b * h), arguments, Blocks(32, 32, 4, 1)).run()
     return total
+
+
+def merge(out_SBHD: Tensor, lse_SBH: Tensor, tile_out_SBHD: Tensor, tile_lse_SBH: Tensor) -> Tensor:
+    """Merge a tile into out and lse: see `sums.merged`. Returns out, which is in place if it is fp32."""
+    s, b, h, d = out_SBHD.shape
+    to = out_SBHD if out_SBHD.dtype == torch.float32 else torch.empty_like(out_SBHD, dtype=torch.float32)
+    tensors = {"out": out_SBHD, "tile_out": tile_out_SBHD, "to": to}
+    numbers = {"lse": lse_SBH, "tile_lse": tile_lse_SBH}
+    sizes = {"rows": s, "HEADS": h, "VALUE": d, "VALUE_BLOCK": _power(d), "BLOCK": 32}
+    arguments = {**tensors, **numbers, **_strides(tensors | numbers), **sizes, "WIDE": _wide(32, *tensors.values())}
+    Launch(_functions()["merge"], (-(-s // 32), b * h), arguments, Blocks(32, 32, 4, 1)).run()
+    return to
 
 
 @dataclass(frozen=True)
@@ -306,12 +319,22 @@ class Call:
         }
         if which != "forward":
             arguments["scale"] = self.scale
+        if which in DESCRIBED:
+            arguments |= self._described(which, tensors, sizes)
         if which in ("keys", "backward"):
             arguments |= {"DQ": which == "backward", "DK": True, "DV": True}
         if which == "keys":
             arguments |= dict.fromkeys(("dq", "dq_ss", "dq_sb", "dq_sh", "dq_sd"))
         heads = h if side == "q" else hk
         return Launch(_functions()[which], (len(walked.blocks), b * heads), arguments, sizes)
+
+    def _described(self, which: Pass, tensors: dict[str, Tensor], sizes: Blocks) -> dict[str, Any]:
+        """Descriptors of the tensors whose rows a kernel reads step by step, if its sizes ask for them; else None."""
+        read = {f"{name}_blocks": tensors[name] for name in DESCRIBED[which]}
+        whole = all(x.size(3) == _power(x.size(3)) and _describable(x) for x in read.values())
+        if not (sizes.described and whole):
+            return dict.fromkeys(read)
+        return {name: _descriptor(x, sizes.step) for name, x in read.items()}
 
     def _chosen(self, which: Pass, tiles: Tiles) -> tuple[Blocks, Sizes]:
         present = {"alibi": self.slopes, "softcap": self.softcap, "dropout": self.dropout}
@@ -407,6 +430,7 @@ def _functions() -> dict[str, Any]:
     return {
         "plain": triton_plain.plain_kernel,
         "forward": triton_forward.forward_kernel,
+        "merge": triton_forward.merge_kernel,
         "queries": triton_backward.query_kernel,
         "keys": triton_backward.key_kernel,
         "backward": triton_backward.key_kernel,

@@ -153,3 +153,30 @@ def forward_kernel(
         acc = acc * kept_scale
     tl.store(out_at, rounded(acc / total[:, None], out.dtype.element_ty, PRECISION), mask=out_here)
     tl.store(lse, (top + tl.log2(total)) / LOG2E, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def merge_kernel(
+    out, lse, tile_out, tile_lse, to, out_ss, out_sb, out_sh, out_sd, lse_ss, lse_sb, lse_sh, tile_out_ss, tile_out_sb,
+    tile_out_sh, tile_out_sd, tile_lse_ss, tile_lse_sb, tile_lse_sh, to_ss, to_sb, to_sh, to_sd, rows,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Merges a tile's output into ``out``, for ``BLOCK`` rows of a head: writes ``to`` and updates lse in place."""
+    first = tl.program_id(0) * BLOCK
+    b, h = (tl.program_id(1) // HEADS).to(tl.int64), (tl.program_id(1) % HEADS).to(tl.int64)
+    number = first + tl.arange(0, BLOCK)
+    row, here = number.to(tl.int64), number < rows
+    at = lse + b * lse_sb + h * lse_sh + row * lse_ss
+    before = tl.load(at, mask=here, other=float("-inf"))
+    other = tl.load(tile_lse + b * tile_lse_sb + h * tile_lse_sh + row * tile_lse_ss, mask=here, other=float("-inf"))
+    empty, above = other == float("-inf"), other - before  # rows without a key of the tile stay as they are
+    share = tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(-above)))
+    total = tl.maximum(before, other) + tl.log(1.0 + tl.exp(-tl.abs(above)))
+    tl.store(at, tl.where(empty, before, total), mask=here)
+    a = load_rows(out + b * out_sb + h * out_sh, first, rows, out_ss, out_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True)
+    tile_out += b * tile_out_sb + h * tile_out_sh
+    c = load_rows(tile_out, first, rows, tile_out_ss, tile_out_sd, BLOCK, VALUE, VALUE_BLOCK, WIDE, True)
+    a = a.to(tl.float32)
+    to_at = block_pointers(to + b * to_sb + h * to_sh, first, to_ss, to_sd, BLOCK, VALUE_BLOCK, WIDE)
+    merged = a - share[:, None] * (a - c.to(tl.float32))
+    tl.store(to_at, merged, mask=inside(first, rows, BLOCK, VALUE, VALUE_BLOCK))
