@@ -134,7 +134,7 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     """Tiles and transfers of the forward pass around a ring."""
     if a.ring == 1:
         return [Segment((_tile(a, first=True),))]
-    begin, merge = merges(strategy, a.queries * a.batch * a.heads * a.value_dim)
+    begin, merge = merges(a.queries * a.batch * a.heads * a.value_dim)
     hop, meeting, keys = _work(a, merge), _meeting(a), _hop(a, strategy, BF16)
     return [
         Segment((_tile(a, first=True), begin), (keys,)),
@@ -144,14 +144,13 @@ def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
     ]
 
 
-def merges(strategy: Strategy, size: float) -> tuple[Kernel, Kernel]:
+def merges(size: float) -> tuple[Kernel, Kernel]:
     """(cast of an output of ``size`` numbers at the end, merge of another output into it).
 
     A merge is one kernel (attention/kernels/sums.py). The first reads both outputs in bf16, which is subtracted from
-    the cast. The papers' programs are assumed to cast the first output as well.
+    the cast. Other programs cast the first output, too (layer_program.py).
     """
-    one = BF16 + 2 * FP32
-    return memory("widen", (2 * BF16 if strategy.fused else one) * size), memory("merge_output", one * size)
+    return memory("widen", 2 * BF16 * size), memory("merge_output", (BF16 + 2 * FP32) * size)
 
 
 def ring_backward(a: Attended, strategy: Strategy) -> list[Segment]:
@@ -227,7 +226,7 @@ def chunked_forward(a: Attended, strategy: Strategy, chunks: int, *, saving: boo
     """All tiles of the forward pass. ``saving``: a backward pass follows, and chunks are copied to the host for it."""
     size, met = a.queries / chunks, _met(a, chunks)
     q, out, kv, lse = _chunk_bytes(a, chunks)
-    begin, merge = merges(strategy, size * a.batch * a.value_dim * a.heads)
+    begin, merge = merges(size * a.batch * a.value_dim * a.heads)
     own = (_chunk_tile(a, size, own=True), begin) if strategy.fused else (_chunk_tile(a, size, own=True),)
     offload, travelling = saving and strategy.fpdt_offload, float(a.blocks.keys)
     if strategy.fpdt_offload:
