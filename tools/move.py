@@ -39,7 +39,7 @@ from megatron.simulator.planner.plan_report import Report, training_flags
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.request import Request, big_number, refuse_unplannable, share_of_memory, tokens
 from megatron.simulator.planner.run_cost import Terms, read_prices, run_of
-from megatron.simulator.planner.search import SearchResult, search
+from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits
 from megatron.system.whole_file import replace_file
 from megatron.training.arguments.argv import flat, options
@@ -61,7 +61,7 @@ PLANNED = """--tensor-model-parallel-size --sequence-parallel --pipeline-model-p
 --fpdt-stream-hidden --offload-checkpoints --ffn-chunks --loss-chunks --account-for-embedding-in-pipeline-split
 --account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
 --pipeline-model-parallel-layout --use-torch-fsdp2 --rampup-batch-size --tp-comm-overlap --fp16 --deepspeed
---deepspeed_config --deepspeed-config --deepspeed-activation-checkpointing""".split()
+--step-batch-size-schedule --deepspeed_config --deepspeed-config --deepspeed-activation-checkpointing""".split()
 PLANNED += " ".join(SAME_CHOICE).split()
 ROPE = ("yarn", "base", "keep")
 
@@ -176,7 +176,7 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
     report = replace(report, plans=[plan, *(other for other in results.plans if other is not plan)])
     run, about = cost(plan, problem, config, args)
     report = replace(report, run=run)
-    describe(report, positions, results, console)
+    describe(report, positions, bool(old.model.attention_dropout or old.model.hidden_dropout), console)
     if not args.no_dry_run:
         console.print(confirm(report, plan, args.gpu).table())
     if run:
@@ -243,7 +243,8 @@ def problem_of(config: Config, gpus: int, machine) -> Problem:
         raise Refusal(str(refusal).replace("--dry-run: ", "")) from None
     workload = workload_of(config, vocabulary)
     spare = share_of_memory(MARGIN, machine.memory, "--margin")
-    return Problem(workload, gpus, machine, Limits().of_shape(workload.shape), spare, machine.gpus)
+    limits = Limits(zero=(0, 1) if config.model.fp8_format else None)  # FP8 is priced as bf16
+    return Problem(workload, gpus, machine, limits.of_shape(workload.shape), spare, machine.gpus)
 
 
 def with_plan(words: list[str], flags: list[str]) -> list[str]:
@@ -278,8 +279,8 @@ def positions_at(config: Config, before: int, length: int, rope: str) -> tuple[C
     trained = before
     if model.max_position_embeddings:
         changes["--max-position-embeddings"] = [str(max(length, model.max_position_embeddings))]
-        if model.use_rope_scaling:  # Llama 3.1's positions reach further than the script's samples
-            trained = max(before, model.max_position_embeddings)
+        if model.use_rope_scaling:  # Llama 3.1's factor of 8 reaches 128K tokens
+            trained = max(before, int(16384 * model.rope_scaling_factor))
     if kind == "learned_absolute":
         return changes, f"Positions are learned: those beyond {before:,} are new rows, so train from scratch."
     if kind not in ("rope", "yarn"):
@@ -344,7 +345,7 @@ def source_of(about: Terms, file: Path) -> str:
     return "" if about.prices else f" {file} has no price of this GPU: --prices FILE."
 
 
-def describe(report: Moved, positions: str, results: SearchResult, console: Console) -> None:
+def describe(report: Moved, positions: str, dropout: bool, console: Console) -> None:
     problem, plan = report.problem, report.plans[0]
     console.print(
         f"Plan: {explain.words(plan.strategy)}; global batch {problem.workload.global_batch}; "
@@ -355,6 +356,8 @@ def describe(report: Moved, positions: str, results: SearchResult, console: Cons
         second = report.plans[1]
         console.print(f"Next: {explain.words(second.strategy)}, {duration(second.seconds)} a step")
     console.print(positions)
+    if dropout:
+        console.print("The script's dropout is not in the plan; the dry run counts it.")
 
 
 def rewritten(
@@ -368,8 +371,8 @@ def rewritten(
     new = {flag: values for flag, *values in wanted}
     changes: Changes = {flag: None for flag in last if flag not in new}
     changes |= {flag: values for flag, values in new.items() if last.get(flag) != values}
-    literal: set[str] = set()
-    for attempt in range(2):
+    literal, wrong = set(), set()
+    for attempt in range(3):
         counts = {flag: len(values) for flag, *values in given}
         moved = edited(with_nodes(text, result.launcher, nodes, per_node), changes, counts, literal)
         after = folder / f"after{attempt}"
@@ -382,6 +385,10 @@ def rewritten(
             continue
         now, _ = launches[0]
         have = {flag: [] if values == ["true"] else values for flag, *values in options(now.flags)}
+        share = gpus // now.processes if now.processes and gpus % now.processes == 0 else 1
+        if attempt == 0 and share > 1 and "#SBATCH" in text and now.processes % nodes == 0:
+            nodes, per_node = nodes * share, per_node // share  # the script's nodes have fewer GPUs
+            continue
         wrong = {flag for flag in {*have, *new} if not _same(have.get(flag), new.get(flag), script, file)}
         if not wrong:
             break
@@ -399,6 +406,9 @@ def rewritten(
         by_hand.append(f"the script starts {now.processes} processes: start it on {nodes} nodes of {per_node} GPUs")
     elif nodes > 1 and not any(re.search("node.?rank|rdzv|master|hostfile|srun", word) for word in now.launcher):
         by_hand.append(f"on {nodes} nodes, torchrun needs --node-rank and --master-addr too")
+    header = re.search(r"(?m)^#SBATCH.*(?:gres=gpu\S*:|gpus-per-node=)(\d+)", moved)
+    if header and int(header[1]) != per_node:
+        by_hand.append(f"`{header[0]}`: the plan has {per_node} GPUs in a node")
     if not now.processes:
         by_hand.append(f"start it with {gpus} processes: {nodes} nodes of {per_node} GPUs")
     return moved, by_hand

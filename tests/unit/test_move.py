@@ -72,6 +72,7 @@ def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureF
     code, text = moved("gpt_slurm.sbatch", capsys, "--no-dry-run", "--output", "moved.sbatch")
     assert code == 0 and (folder / "gpt_slurm.sbatch").read_text() == before
     assert "32 processes, 4K tokens a sample -> 32K on 8 x H100-80G" in text and "Plan: " in text
+    assert "dropout is not in the plan" in text
     assert "USD (prices: round example numbers: use your own prices)" in text and "GPU-hours" in text
     assert "\n-#SBATCH --nodes=4\n+#SBATCH --nodes=1\n" in text and "--seq-length 32768" in text
     kept = [line for line in before.splitlines() if "srun" in line or "LAUNCHER" in line or "--data-path" in line]
