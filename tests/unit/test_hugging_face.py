@@ -28,7 +28,14 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
 from megatron.training.checkpoint.megatron_lm.checked import Checked, examine
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.families import architectures, gemma
-from megatron.training.families.architectures import FAMILIES, Described, config_json, described, family_of
+from megatron.training.families.architectures import (
+    FAMILIES,
+    Described,
+    classifier_of,
+    config_json,
+    described,
+    family_of,
+)
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_settings import LLAMA3 as FIXED
 from megatron.training.families.older_gpts import BLOOM
@@ -170,6 +177,24 @@ KINDS = {
     | {"state_size": 6, "n_groups": 2, "tie_word_embeddings": True, "time_step_limit": [0.5, float("inf")]},
     "gpt_oss": SIZES | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 8},
 }
+
+
+def test_reward_models_have_classes_in_transformers() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES
+
+    assert {kind: classifier_of(family) for kind, family in FAMILIES.items()} == {
+        kind: NAMES.get(kind, "") for kind in FAMILIES
+    }
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if classifier_of(FAMILIES[kind])])
+def test_reward_models_are_converted(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(kind, **KINDS[kind], num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "in")
+    assert contents(there_and_back(tmp_path / "in", tmp_path)) == contents(tmp_path / "in")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,7 +35,8 @@ from megatron.training.untrusted.largest_numbers import MOST_PIECES
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
 CLASSIFIER = "ForSequenceClassification"
 # Reward models in transformers: classes whose names do not follow from those of the language models; "": none.
-CLASSIFIERS = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text", "glm4_moe": "", "nemotron_h": "", "mamba2": ""}
+WITHOUT = ("ernie4_5", "glm4_moe", "granite", "nemotron_h", "mamba2")
+CLASSIFIERS = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text", **dict.fromkeys(WITHOUT, "")}
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next | Mamba2Alone
 FAMILIES: dict[str, Family] = {
