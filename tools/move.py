@@ -63,6 +63,7 @@ PLANNED = """--tensor-model-parallel-size --sequence-parallel --pipeline-model-p
 --pipeline-model-parallel-layout --use-torch-fsdp2 --rampup-batch-size --tp-comm-overlap --fp16 --deepspeed
 --step-batch-size-schedule --deepspeed_config --deepspeed-config --deepspeed-activation-checkpointing""".split()
 PLANNED += " ".join(SAME_CHOICE).split()
+OWN_NODES = re.compile("node.?rank|rdzv|master|hostfile|srun|deepspeed")  # a launcher that knows its nodes
 ROPE = ("yarn", "base", "keep")
 
 
@@ -404,7 +405,7 @@ def rewritten(
     ]
     if now.processes and now.processes != gpus:
         by_hand.append(f"the script starts {now.processes} processes: start it on {nodes} nodes of {per_node} GPUs")
-    elif nodes > 1 and not any(re.search("node.?rank|rdzv|master|hostfile|srun", word) for word in now.launcher):
+    elif nodes > 1 and not any(OWN_NODES.search(word) for word in now.launcher):
         by_hand.append(f"on {nodes} nodes, torchrun needs --node-rank and --master-addr too")
     header = re.search(r"(?m)^#SBATCH.*(?:gres=gpu\S*:|gpus-per-node=)(\d+)", moved)
     if header and int(header[1]) != per_node:
