@@ -99,6 +99,11 @@ def cut(
             raise ValueError(f"{name} and position_ids have different documents: give position_ids that restart")
     if padding is not None:
         ends = _without_padding(ends, _same_shape(padding, tokens, "attention_mask"), targets)
+        if bool(padding.ne(1).any()) and any(batch.get(name) is not None for name in OF_HEADS):
+            raise ValueError(
+                f"{OF_HEADS[0]} with padding: the loss of answers reads what padding sees, here other padding: "
+                "use batches of one length"
+            )
     if positions is None:
         positions = torch.arange(layout.seq_length, device=tokens.device)[None]
     layout = layout.of_documents(ends[0])
