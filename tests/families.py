@@ -408,7 +408,7 @@ CHECKS: list[tuple[str, Callable[[PreTrainedModel, re.Match], bool]]] = [
     (r"^(\w+) does not compute attention through", own_attention),
     (r"uses the entries of its attention mask", mask_is_altered),
     (r"neither causal nor a causal sliding window", mask_is_neither),
-    (r"has no causal mask made by transformers", any_of(mask_is_altered, mask_is_neither)),
+    (r"has no mask made by transformers", any_of(mask_is_altered, mask_is_neither)),
     (r"see each other outside of its attention", tokens_mix),
     (r"adds to its causal mask", mask_is_ruled),
     (r"layers of the kind indexed_attention", selects_keys),

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
 
     lines = map(json.loads, args.chats.read_text(encoding="utf-8").splitlines())
     questions = sorted({one["content"] for line in lines for one in line["messages"] if one["role"] == "user"})
-    model = AutoModelForCausalLM.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False)
     settings = GRPOConfig(
         output_dir=str(Path(args.model).parent / "grpo"),
         use_cpu=not torch.cuda.is_available(),
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         args=settings,
         reward_funcs=vowels,
         train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": one}]} for one in questions]),
-        processing_class=AutoTokenizer.from_pretrained(args.model),
+        processing_class=AutoTokenizer.from_pretrained(args.model, trust_remote_code=False),
     )
     trainer.train()
     log = [row for row in trainer.state.log_history if "reward" in row]

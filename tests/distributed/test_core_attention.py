@@ -409,6 +409,7 @@ def test_a_layer_with_output_norms_normalizes_the_sum_with_the_bias():
     x, bias, residual = torch.randn(5, 1, 8), torch.randn(8), torch.randn(5, 1, 8)
     layer = SimpleNamespace(
         post_self_attn_layernorm=None,
+        residual_multiplier=None,
         post_mlp_layernorm=lambda x: 3 * x,
         _add=lambda *_: lambda pair, y, _: pair[0] + y,
     )
