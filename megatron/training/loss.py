@@ -95,11 +95,13 @@ class PairObjective:
 
     Attributes:
         reference: a context in which its value computes the reference's log-probabilities; None: no reference.
+        frozen: the reference's own weights, if it has any.
     """
 
     config: Config
     runtime: Runtime
     reference: Callable[[Sequence[nn.Module]], Any] | None
+    frozen: Sequence[nn.Module] = ()
 
     def prepared(self, chunks: Sequence[nn.Module], batches: Any, count: int, run: Run) -> Any:
         """The next ``count`` micro-batches of ``batches``, with the reference's sums on the last pipeline stage.

@@ -193,6 +193,59 @@ def test_the_grid_does_not_matter(pool, data, alone, world, grid, model):
         assert losses[0] == pytest.approx(0.6931472, rel=1e-6) and losses[2] < losses[0]
 
 
+DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq [1,0] --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 --init-method-std 0.1"
+)
+MAMBA = (
+    "--is-hybrid-model --mamba-num-heads 8 --mamba-head-dim 12 --mamba-state-dim 6 --mamba-num-groups 4 "
+    "--mamba-dt-min 0.01 --num-layers 4 --hybrid-override-pattern MM*- --init-method-std 0.1"
+)
+MOE = "--num-experts 4 --moe-ffn-hidden-size 48 --init-method-std 0.1"
+TREES = [
+    (4, f"{DELTA} --dpo-reference none", U2R2),
+    (2, "--window-size 11,0 --init-method-std 0.1", R2),
+    *also_in_full(
+        (4, "", f"{U2R2} --context-parallel-balance documents"),
+        (2, f"{DELTA} --dpo-reference none", f"{R2} --fpdt --fpdt-chunk-size 256"),
+        (2, MAMBA, U2),
+        (4, MOE, f"{U2R2} --expert-model-parallel-size 2"),
+        (2, "--position-embedding-type learned_absolute", f"{R2} --fpdt --fpdt-chunk-size 256"),
+        (4, "--reset-position-ids", f"{SP} {R2}"),
+    ),
+]
+
+
+def whole_epoch(flags: str) -> tuple[list[float], dict[str, Tensor], list[int], str]:
+    """Losses, gradients, each pair's shared tokens and the notes, of samples that hold all pairs."""
+    job = chat_job(f"{flags} --seq-length 2048 --max-position-embeddings 2048 --global-batch-size 1")
+    losses, _, grads = train_job(job, 2)
+    assert {len(held) for held in job.datasets[0].samples} == {PAIRS}
+    return losses, grads, job.datasets[0].conversations.shared.tolist(), "; ".join(job.config.notes)
+
+
+@pytest.mark.parametrize("world, model, grid", TREES)
+@pytest.mark.usual(0)
+def test_a_shared_prompt_is_computed_once(pool, data, world, model, grid):
+    flags = f"{data[0]} --load none {model}"
+    losses, grads, shared, _ = pool.run(whole_epoch, 1, f"{flags} --separate-prompts", timeout=120)[0]
+    results = pool.run(whole_epoch, world, f"{flags} {grid}", timeout=180)
+    for mine, _, own, notes in results:
+        assert not any(shared) and sum(own) > 100 and "prompts are shared, so that" in notes
+        assert mine == pytest.approx(losses, rel=1e-5, abs=1e-7)
+    rounding = 0.0
+    if "delta" in model:  # gates add up what cancels: what separate rows differ by on this grid is rounding
+        for _, own, *_ in pool.run(whole_epoch, world, f"{flags} {grid} --separate-prompts", timeout=180):
+            rounding = max(rounding, worst_error(own, grads))
+    compare_gradients([mine for _, mine, *_ in results], grads, max(1e-5, 2 * rounding), smallest=1e-7)
+
+
+def worst_error(mine: dict[str, Tensor], grads: dict[str, Tensor]) -> float:
+    return max(
+        float((x - grads[name]).abs().max() / grads[name].abs().max().clamp(min=1e-7)) for name, x in mine.items()
+    )
+
+
 def go_on(flags: str, folder: str, steps: int, save: bool) -> list[float]:
     from megatron.training.checkpoint import checkpoint
 

@@ -57,6 +57,7 @@ OURS = """--mlflow-experiment --mlflow-project --mlflow-run-name --mlflow-tracki
 --train-weighted-split-paths-path --valid-weighted-split-paths-path --test-weighted-split-paths-path
 --skip-bad-batches --rollback-on-bad-batch --spike-factor --sft-over-length --lora-rank --lora-alpha
 --lora-targets --keep-attention --dpo --dpo-beta --dpo-label-smoothing --dpo-loss --dpo-margin --dpo-reference
+--separate-prompts
 --reward-model
 --dataloader-inter-document-masking --hybrid-layer-pattern --megatron-fsdp-grad-comm-dtype
 --megatron-fsdp-main-grads-dtype --muon-coefficient-type --muon-nesterov --pytorch-profiler-collect-callstack

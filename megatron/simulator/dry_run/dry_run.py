@@ -299,6 +299,7 @@ def run_job(job: Job) -> JobResult:
     config, world_size, rank, vocab_size, machine, every_micro_batch = job
     batches = micro_batches(config, data_parallel_size(config, world_size))
     stage = rank * config.parallel.pipeline_model_parallel_size // world_size
+    every_micro_batch = every_micro_batch or config.data.dpo_reference in ("copy", "adapters-off")  # it reads all first
     stretch = None if every_micro_batch else stretch_of(config, stage, batches)
     simulated = machine if machine is not None and machine.is_gpu else None  # None: the kernels of a CPU
     options = {"machine": simulated, "fp8": held_by(config.model, machine) if config.model.fp8_format else None}

@@ -165,6 +165,7 @@ def run_rank(
         ReplayMismatch: the calls of chunks do not repeat.
     """
     from megatron.training import loss, step
+    from megatron.training.evaluation.reference_model import pair_objective
     from megatron.training.model.build import build_model
     from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
     from megatron.training.report.memory_profile import MemoryProfile, owned
@@ -203,15 +204,17 @@ def run_rank(
             for chunk in wrapped:
                 chunk.train()
                 as_after_first_step(chunk)
-            ends.callback(release_tensors, wrapped, optimizer)
+            objective = pair_objective(config, runtime, wrapped, vocab_size, 0)
+            weights = [*wrapped, *(objective.frozen if objective else ())]
+            ends.callback(release_tensors, weights, optimizer)
             if fp8:
                 use_fp8(wrapped, fp8, watch)
             batches = [_batches(config, real) if runtime.reads_data else None for _ in wrapped]
             gc.collect()
-            for _, tensor in owned(wrapped, optimizer):  # in the order of the model, in which they are allocated
+            for _, tensor in owned(weights, optimizer):  # in the order of the model, in which they are allocated
                 watch.see(tensor)
             with ExitStack() as stack, watch:
-                profile = MemoryProfile(watch, wrapped, optimizer)
+                profile = MemoryProfile(watch, weights, optimizer)
 
                 def mark(phase: str) -> None:
                     profile.mark(phase)
@@ -231,6 +234,7 @@ def run_rank(
                     config,
                     run,
                     mark,
+                    objective=objective,
                 )
                 history = watch.history
                 timeline = profile.finish()
@@ -312,4 +316,8 @@ def _batches(config: Config, real: dict[str, Tensor]) -> Iterator[dict[str, Tens
     shape = (data.micro_batch_size, data.seq_length)
     while True:
         batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+        if config.pairs:
+            batch["groups"] = torch.empty(shape, dtype=torch.int64)
+        if config.model.reward_model:
+            batch["margins"] = torch.empty(shape)
         yield {**batch, "loss_mask": torch.empty(shape), **real}

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans
+from megatron.context_parallel.layout.tree import Tree
 from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal
 
@@ -146,18 +147,16 @@ def _stack(plans: Plans | None, samples: list[Batch | DataError]) -> Batch | Dat
     keys = [key for key in (*BY_TOKEN, "numbers") if key in samples[0]]
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
     if "document_ends" in samples[0]:
-        batch["document_ends"] = stacked_ends([sample["document_ends"] for sample in samples], batch["tokens"].size(1))
+        batch["document_ends"] = stacked_ends([sample["document_ends"] for sample in samples])
         if plans is not None:
             batch["plans"] = plans.make(batch["document_ends"])
     return batch
 
 
-def stacked_ends(ends: Sequence[torch.Tensor], seq_length: int) -> torch.Tensor:
-    """Ends of documents [b, n]: the ends in each sample, padded with the sequence length."""
-    stacked = torch.full((len(ends), max(map(len, ends))), seq_length)
-    for row, of_sample in zip(stacked, ends):
-        row[: len(of_sample)] = of_sample
-    return stacked
+def stacked_ends(ends: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Ends of documents [b, n], or of trees [b, n, 2]: those of each sample, padded with their last value."""
+    longest = max(map(len, ends))
+    return torch.stack([torch.cat((one, one[-1:].expand(longest - len(one), *one.shape[1:]))) for one in ends])
 
 
 class _Batches:
@@ -278,8 +277,9 @@ def shard_batch(
 ) -> Batch:
     """This rank's part of a batch, on its device: ``layout.positions`` [s_local] of each [b, s] tensor.
 
-    ``position_ids`` [b, s_local] are the global positions, or with ``reset_positions`` those within the documents.
-    ``document_ends`` [b, n] and ``numbers`` [b] stay in host memory. Tensors that the batch lacks are left out.
+    ``position_ids`` [b, s_local] are the global positions, or with ``reset_positions`` those within the documents, or
+    along a tree's paths. ``document_ends`` [b, n], of trees [b, n, 2], and ``numbers`` [b] stay in host memory. Tensors
+    that the batch lacks are left out.
     ``ahead`` has for multi-token prediction what :func:`shifted` gives by 1 to ``ahead`` tokens, [ahead, b, s_local].
     """
     device, ends = torch.device(device), batch.get("document_ends")
@@ -290,7 +290,7 @@ def shard_batch(
     positions = layout.positions
     local = {key: batch[key].index_select(1, positions) for key in BY_TOKEN if key in batch}
     local["position_ids"] = positions[None]
-    if reset_positions:
+    if reset_positions or any(isinstance(row, Tree) for row in documents):
         local["position_ids"] = torch.stack([restart(positions, row) for row in documents])
     if device.type == "cuda":
         local = {key: tensor.pin_memory() for key, tensor in local.items()}

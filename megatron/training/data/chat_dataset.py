@@ -305,34 +305,44 @@ class ChatDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """``tokens``, ``labels``, ``loss_mask`` [s]; ``document_ends`` [n], including those of the padding.
 
-        Of pairs also ``groups`` [s], the number of each token's document: answers 2n (chosen) and 2n + 1 are a pair.
+        Of pairs also ``groups`` [s], the number of each token's answer: answers 2n (chosen) and 2n + 1 are a pair. If
+        they share their prompts, ``document_ends`` [n, 2] has the ends and the parents of a tree's segments.
         For a reward model, the mask has the last token of each answer, where ``margins`` [s] has that of a chosen one.
 
         Raises:
             DataError: an id is outside the vocabulary, or a file cannot be read.
         """
         tokens = np.full(self.seq_length, self.filler, np.int64)
-        labels, spoken, ends, at = tokens.copy(), np.zeros(self.seq_length, np.float32), [], 0
+        labels, spoken, at, answers = tokens.copy(), np.zeros(self.seq_length, np.float32), 0, 0
+        ends: list[tuple[int, int]] = []  # with the number of the segment that each continues
         groups, margins = np.zeros(self.seq_length, np.int64), np.zeros(self.seq_length, np.float32)
-        whole = getattr(self.conversations, "whole", False)
+        pairs = isinstance(self.conversations, Pairs)
+        whole = pairs and self.conversations.whole
         for number in self.samples[index]:
+            shared, parent = (self.conversations.shared[number] if pairs else 0), -1
             for ids, mask in self.conversations.parts(number):
                 check_ids(ids, self.vocab_size, self.source, partial(self.conversations.where, number))
+                if parent >= 0:
+                    ids, mask = ids[shared:], mask[shared:]
+                elif shared:
+                    parent = len(ends)
+                    ends.append((at + shared, -1))
                 stop = at + len(ids) - (not whole)
                 tokens[at:stop] = ids[: stop - at]
                 if whole:
                     spoken[stop - 1] = 1
-                    margins[stop - 1] = 0 if len(ends) % 2 else self.conversations.margin(number)
+                    margins[stop - 1] = 0 if answers % 2 else self.conversations.margin(number)
                 else:
                     labels[at:stop], spoken[at:stop] = ids[1:], mask[1:]
-                groups[at:stop] = len(ends)
-                at = stop
-                ends.append(at)
+                groups[at:stop] = answers
+                at, answers = stop, answers + 1
+                ends.append((at, parent))
         while at < self.seq_length:
             at = min(at + FILLER, self.seq_length)
-            ends.append(at)
-        sample = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": np.array(ends)}
-        if isinstance(self.conversations, Pairs):
+            ends.append((at, -1))
+        documents = np.array(ends) if pairs and self.conversations.trees else np.array(ends)[:, 0].copy()
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": spoken, "document_ends": documents}
+        if pairs:
             sample["groups"] = groups
             if whole:
                 sample["margins"] = margins
@@ -426,7 +436,8 @@ def _build(
             built.append(None)
             continue
         if pairs:
-            chats = Pairs(files, chosen, data.seq_length, data.sft_over_length, config.model.reward_model)
+            rule = data.sft_over_length, config.model.reward_model, data.separate_prompts
+            chats = Pairs(files, chosen, data.seq_length, *rule)
         else:
             chats = Conversations(files, chosen, data.seq_length + 1, data.sft_over_length)
         if not len(chats):
@@ -439,6 +450,8 @@ def _build(
             f"{split} data: {len(chats):,} {unit} of {tokens:,} tokens, {spoken:,} of them the "
             f"{whose}; an epoch is {dataset.samples_per_epoch:,.0f} samples, {dataset.share_filled:.1%} full"
         )
+        if pairs and chats.shared.any():
+            config.notes.append(f"{split} data: prompts are shared, so that {chats.saving}")
         if chats.truncated or chats.skipped:
             config.notes.append(
                 f"--sft-over-length {data.sft_over_length}: of the {split} data, {chats.truncated} {unit} "

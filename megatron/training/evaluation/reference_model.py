@@ -57,7 +57,7 @@ def pair_objective(
     def reference(_: Sequence[nn.Module]) -> Iterator[Sequence[nn.Module]]:
         yield model
 
-    return PairObjective(config, runtime, reference)
+    return PairObjective(config, runtime, reference, model)
 
 
 def frozen_copy(config: Config, runtime: Runtime, chunks: Sequence[nn.Module], vocab_size: int) -> list[nn.Module]:

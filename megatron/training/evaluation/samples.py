@@ -250,5 +250,5 @@ def stack(rows: Sequence[Batch], seq_length: int, by_documents: bool) -> Batch:
     """A batch of rows. The ends of documents are padded with the length of the sequence, or omitted."""
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0] if key != "document_ends"}
     if by_documents:
-        batch["document_ends"] = stacked_ends([row["document_ends"] for row in rows], seq_length)
+        batch["document_ends"] = stacked_ends([row["document_ends"] for row in rows])
     return batch

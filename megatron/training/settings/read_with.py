@@ -89,6 +89,7 @@ BPE = Condition(
 FIM = Condition("read only with --fim-data", lambda c: c.data.fim_data)
 PLANNED_PACKING = Condition("read only with --packing best-fit or by-work", lambda c: c.data.packing != "greedy")
 SFT = Condition("read only with --sft", lambda c: c.data.sft)
+PAIRS = Condition("read only with --dpo or --reward-model", lambda c: c.pairs)
 DPO = Condition("read only with --dpo", lambda c: c.data.dpo)
 WITHOUT_SFT = Condition("not read with --sft", lambda c: not c.data.sft)
 LORA = Condition("read only with --lora-rank", lambda c: c.model.lora_rank is not None)

@@ -21,6 +21,7 @@ from megatron.training.settings.read_with import (
     FIM,
     LOAD,
     MUON,
+    PAIRS,
     PLANNED_PACKING,
     REAL_DATA,
     SFT,
@@ -283,6 +284,9 @@ class DataConfig:
         "adapters; default: adapters-off with LoRA, else copy",
         choices=["copy", "adapters-off", "none"],
         read_with=DPO,
+    )
+    separate_prompts: bool = flag(
+        False, "compute the prompt of a pair of answers for each of them; default: once, for both", read_with=PAIRS
     )
     fim_data: bool = flag(False, "fill in the middle: texts are cut in three, and the middle comes last")
     fim_rate: float = flag(0.5, "--fim-data: share of the texts that are cut", read_with=FIM)

@@ -160,13 +160,15 @@ def complete_pairs(config: Config) -> None:
                                  f"tokens, and {name} divides by pairs: use 0, with --moe-router-enable-expert-bias"),
         "--moe-z-loss-coeff": (model.num_experts and model.moe_z_loss_coeff, f"it is a sum over tokens, and {name} "
                                "divides by pairs: leave it out"),
-        "--dry-run": (config.simulation.dry_run, "pairs are not simulated yet: use --sft"),
     }  # fmt: skip
     for flag, (given, reason) in refused.items():
         if given:
             raise Refusal(f"{name} with {flag}", f"is not supported ({reason})")
     if data.dpo:
         _complete_dpo(data, bool(model.lora_rank))
+    if model.position_embedding_type == "alibi" and not data.separate_prompts:
+        data.separate_prompts = True
+        config.notes.append("prompts are computed for each answer, because ALiBi's distances know no shared ones")
 
 
 def _complete_dpo(data: DataConfig, lora: bool) -> None:

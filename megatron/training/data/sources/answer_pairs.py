@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.context_parallel.layout.shared_rows import LEAST, Saving
 from megatron.training.data.chat_template import Chat, checked_chats, rows_of
 from megatron.training.data.text_files import unit_of
 from megatron.training.refusal import Refusal, short
@@ -62,6 +63,13 @@ def _messages(value: Any, role: str, where: str) -> list[Any]:
     return value
 
 
+def _saving(lengths: np.ndarray, shared: np.ndarray) -> Saving:
+    """What trees of pairs with these lengths [n, 2] save."""
+    pairs = (lengths * (lengths + 1) // 2).sum()
+    once = (shared * (shared + 1) // 2).sum()
+    return Saving(int(lengths.sum()), int(lengths.sum() - shared.sum()), int(pairs), int(pairs - once))
+
+
 def last_turns(spoken: np.ndarray, turns: int) -> np.ndarray:
     """The mask of only the last ``turns`` runs of a mask [tokens]."""
     begins = np.flatnonzero(np.diff(spoken.astype(np.int8), prepend=0) == 1)
@@ -79,6 +87,12 @@ class Pairs:
         longest: limit of a pair's tokens.
         over_length: what to do with longer ones: "refuse" or "skip".
         whole: whether a model reads the last token of an answer too, for its reward; else it is only a label.
+        separate: whether each answer has its own prompt; else both share one, as a tree.
+
+    Attributes:
+        shared: [n], the first tokens of each pair that are computed once; what they predict is not part of the loss.
+        inputs: [n], the tokens of each pair in a sample.
+        saving: of all pairs.
 
     Raises:
         Refusal: a pair is longer, and ``over_length`` is "refuse"; or an answer has no tokens.
@@ -86,14 +100,25 @@ class Pairs:
 
     truncated = 0
 
-    def __init__(self, stores: list[Any], chosen: np.ndarray, longest: int, over_length: str, whole: bool) -> None:
-        self.whole = whole
+    def __init__(
+        self,
+        stores: list[Any],
+        chosen: np.ndarray,
+        longest: int,
+        over_length: str,
+        whole: bool = False,
+        separate: bool = False,
+    ) -> None:
+        self.whole, self.trees = whole, not separate
         firsts = np.cumsum([0, *(len(store) // 2 for store in stores)])
         self.stores = stores
         self.file = np.searchsorted(firsts, chosen, side="right") - 1
         self.number = chosen - firsts[self.file]
         lengths = np.concatenate([(store.lengths() - (not whole)).reshape(-1, 2) for store in stores])[chosen]
-        self.inputs = lengths.sum(1)
+        self.shared = np.zeros(len(chosen), np.int64)
+        for index in range(len(chosen) if self.trees else 0):
+            self.shared[index] = self._shared(index)
+        self.inputs = lengths.sum(1) - self.shared
         long = np.flatnonzero(self.inputs > longest)
         if len(long) and over_length == "refuse":
             more = f" and {len(long) - 1} more" if len(long) > 1 else ""
@@ -103,7 +128,9 @@ class Pairs:
             )
         self.skipped = len(long)
         keep = np.delete(np.arange(len(chosen)), long)
-        self.file, self.number, self.inputs = self.file[keep], self.number[keep], self.inputs[keep]
+        for name in ("file", "number", "inputs", "shared"):
+            setattr(self, name, getattr(self, name)[keep])
+        self.saving = _saving(lengths[keep], self.shared)
         for index in range(len(self)):
             for name, (_, mask) in zip(ANSWERS, self.parts(index)):
                 if not mask[1:].any():
@@ -117,6 +144,17 @@ class Pairs:
         store, number = self.stores[self.file[index]], 2 * self.number[index]
         spans = [slice(store.starts[n], store.starts[n + 1]) for n in (number, number + 1)]
         return [(store.tokens[span], store.spoken[span]) for span in spans]
+
+    def _shared(self, index: int) -> int:
+        """How many first tokens of a pair both answers have, with the same next one, which is not an answer's."""
+        (first, spoken), (second, also_spoken) = self.parts(index)
+        length = min(len(first), len(second)) - 1
+        differ = np.flatnonzero(first[:length] != second[:length])
+        common = int(differ[0]) if len(differ) else length
+        if not self.whole:
+            answers = np.flatnonzero(spoken[1:length] | also_spoken[1:length])
+            common = min(common - 1, int(answers[0]) if len(answers) else length)
+        return common if common >= LEAST else 0
 
     def margin(self, index: int) -> float:
         """By how much the reward of the chosen answer should be ahead."""
