@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron.training.refusal import Refusal
 from tests.chats import CHATML, make_tokenizer, sentence
-from tests.distributed.test_sft import LENGTH, LORA, R2, SIZES, U2, U2R2, chat_job
+from tests.distributed.test_sft import BASE, LENGTH, LLAMA, LORA, R2, SIZES, U2, U2R2, chat_job
 from tests.distributed.training_runs import compare_gradients, train_job
 from tests.pairs import also_in_full
 
@@ -244,6 +244,23 @@ def worst_error(mine: dict[str, Tensor], grads: dict[str, Tensor]) -> float:
     return max(
         float((x - grads[name]).abs().max() / grads[name].abs().max().clamp(min=1e-7)) for name, x in mine.items()
     )
+
+
+def simulated(flags: str) -> tuple[int, float]:
+    """Bytes of weights on a rank of two, and FLOPs of its step, without a process for each rank."""
+    from megatron.simulator.dry_run.one_rank import run_rank
+    from megatron.training.arguments.parser import parse
+
+    config = parse(f"{BASE} {flags} {R2} --load none --dry-run --world-size 2".split(), LLAMA, 2)
+    step = run_rank(config, 2, 0, 100)
+    return step.peaks["backward"]["parameters"], step.trace.flops()
+
+
+def test_a_dry_run_knows_the_reference(data):
+    """Its weights, and a forward pass of three with a backward pass."""
+    alone, copy = (simulated(f"{data[0]} --dpo-reference {kind}") for kind in ("none", "copy"))
+    assert copy[0] == 2 * alone[0]
+    assert 1.25 < copy[1] / alone[1] < 1.4
 
 
 def go_on(flags: str, folder: str, steps: int, save: bool) -> list[float]:

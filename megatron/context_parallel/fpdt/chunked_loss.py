@@ -222,6 +222,12 @@ class Rows:
         return x.new_zeros((self.count, *x.shape[1:])).index_copy_(0, self.chosen, x)
 
 
+@replaceable
+def rows_with_loss(wanted: Tensor) -> Tensor:
+    """The numbers of the rows whose logits are computed. A simulation, which has no labels, takes all."""
+    return wanted.nonzero().squeeze(1)
+
+
 def walk(
     hidden: Tensor,
     values: Sequence[Tensor | None],
@@ -242,7 +248,7 @@ def walk(
         own = [None if x is None else x[:, start:stop].reshape(-1) for x in values]
         count, chosen = (stop - start) * ranks * hidden.size(1), None
         if wanted is not None:
-            chosen = wanted[:, start:stop].reshape(-1).nonzero().squeeze(1)  # the same on all TP ranks, as the labels
+            chosen = rows_with_loss(wanted[:, start:stop].reshape(-1))  # the same on all TP ranks, as the labels
             if not len(chosen):
                 yield Rows((start, stop), part.new_empty((0, hidden.size(-1))), [], chosen, count)
                 continue
