@@ -94,7 +94,8 @@ class PairObjective:
     divides the gradients by the number of pairs of the global batch, as it does with tokens.
 
     Attributes:
-        reference: a context in which its value computes the reference's log-probabilities; None: no reference.
+        reference: called with the model's chunks, gives a context manager that yields the reference model, in chunks;
+            None: no reference.
         frozen: the reference's own weights, if it has any.
     """
 
@@ -131,6 +132,8 @@ class PairObjective:
         For a reward model, [3, b, answers]: the last is the pair's margin, of the chosen answer.
         """
         ends, axis = batch["document_ends"], self.runtime.grid.context
+        # A pair has at least two ends, those of its answers, so there are enough columns for all answers. Further ends,
+        # of shared prompts and padding, may make them odd; `loss` cuts the columns into pairs, so they become even.
         rows, width = scores.size(1), ends.size(1) + ends.size(1) % 2
         index = batch["groups"] + width * torch.arange(rows, device=scores.device)[:, None]
         values = [scores[0] * batch["loss_mask"], *(batch[key] for key in ("loss_mask", "margins") if key in batch)]
@@ -145,18 +148,18 @@ class PairObjective:
     def loss(self, batch: Batch, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sum to differentiate, pairs counted, sums for the report) of a micro-batch, as `sum_of_losses`."""
         answers, tokens, *margins = (x.unflatten(1, (-1, 2)) for x in self.sums(batch, scores))
-        counts = (tokens > 0).all(-1)  # others are padding
-        answers = torch.where(counts[..., None], answers, -1.0)  # any value below 0, for finite gradients
+        is_pair = (tokens > 0).all(-1)  # bool [b, pairs]; others are padding
+        answers = torch.where(is_pair[..., None], answers, -1.0)  # any value below 0, for finite gradients
         if self.config.model.reward_model:
             values, rewards = ranking_loss(*answers.unbind(-1), margins[0][..., 0]), answers.detach()
         else:
             values, rewards = self._dpo(answers, tokens.clamp(min=1), batch.get("reference"))
-        total = torch.where(counts, values, 0.0).sum()
+        total = torch.where(is_pair, values, 0.0).sum()
         first = self.runtime.grid.context.rank == 0  # the ranks of CP have the same pairs, which count once
-        number = counts.sum() * first
-        ahead = rewards[..., 0] - rewards[..., 1]
-        logged = torch.stack((ahead.gt(0).double(), ahead, *rewards.unbind(-1)))
-        report = torch.cat((total.detach()[None], number.double()[None], (logged * counts).flatten(1).sum(1)))
+        number = is_pair.sum() * first
+        margin = rewards[..., 0] - rewards[..., 1]
+        logged = torch.stack((margin.gt(0).double(), margin, *rewards.unbind(-1)))
+        report = torch.cat((total.detach()[None], number.double()[None], (logged * is_pair).flatten(1).sum(1)))
         return total, number.to(torch.int), report * first
 
     def _dpo(self, answers: Tensor, tokens: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:

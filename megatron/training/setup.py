@@ -74,7 +74,7 @@ class Runtime:
     reset_positions: bool = False  # positions restart in each document
     uses_dropout: bool = False  # dropout masks depend on the numbers of the samples
     ahead: int = 0  # layers of multi-token prediction
-    routes: bool = False  # layers have experts, whose statistics leave out the tokens that the loss leaves out
+    has_experts: bool = False  # their statistics leave out the tokens that the loss leaves out
 
     @property
     def device(self) -> torch.device:
@@ -95,11 +95,14 @@ class Runtime:
 
         With experts every stage needs the loss mask.
         """
-        return self.by_documents or self.routes or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+        return self.by_documents or self.has_experts or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
 def start(config: Config, target: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
     """Choose the device, make the process groups and seed the random states.
+
+    Settings of ``config`` that are "auto" become what this device uses: the kernels of attention and of linear
+    attention, and the implementation of layers. Notes for the log are added to it.
 
     Args:
         target: the platform of a simulation; selected by default.
@@ -175,7 +178,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         reset_positions=config.data.reset_position_ids,
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         ahead=config.model.mtp_num_layers or 0,
-        routes=config.model.num_experts is not None,
+        has_experts=config.model.num_experts is not None,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention computes, independent of layout and ranks, and the kernel that computes it."""
+"""What attention computes, and with which kernel, independent of which rank holds which tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TileKernel:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What attention computes, independent of the layout.
+    """What attention computes, and how: its kernel, memory and messages. It does not depend on the layout.
 
     Attributes:
         mask: which keys a query attends to.
@@ -68,6 +68,7 @@ class AttentionRule:
         up: [heads, N + V, C], of the heads before the all-to-all: keys and values are sent as latents, and each rank
             makes those of its heads (latent_blocks.py); not supported in chunks. ``v`` is then the latent of each token
             [s, b, 1, C], and ``k`` the rotated part of its key [s, b, 1, d - N]. Its gradient is like that of sinks.
+            A head's key has size d, of which N are made from the latent of size C; its value has size V.
         measured: block sizes of Triton's kernels that were measured on this machine; None: those of decisions/.
     """
 

@@ -47,6 +47,9 @@ def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tens
 
     The results are views of the received tensor, in which a token's heads of q, k and v are next to each other. If the
     keys belong to another sequence than the queries, they are sent in a second all-to-all.
+
+    Not differentiable: its callers, such as layers in chunks, call :func:`sequence_to_heads_grad` in backward passes of
+    their own. :func:`ulysses_attention` is differentiable.
     """
     if axis.size == 1:
         return q, k, v
@@ -79,7 +82,10 @@ def sequence_to_heads_grad(
 
 
 def heads_to_sequence(out: Tensor, axis: Axis) -> Tensor:
-    """[s_local * ranks, b, heads of this rank, d] -> [s_local, b, all heads, d]. Differentiable."""
+    """[s_local * ranks, b, heads of this rank, d] -> [s_local, b, all heads, d].
+
+    Differentiable, as a layer in chunks differentiates all that follows attention by autograd.
+    """
     return out if axis.size == 1 else _HeadsToSequence.apply(out, axis)
 
 

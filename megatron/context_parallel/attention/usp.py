@@ -135,6 +135,7 @@ def local_attention(
     grid = layout.grid
     longest = max(layout.seq_length, (key_layout or layout).seq_length)
     up = rule.local_up(q_SBHD, grid.ulysses)
+    # The letters of AttentionRule.up: up has N + V rows a head, q d elements and k d - N; N + V - d + (d - N) = V.
     value_dim = v_SBHD.size(3) if up is None else up.size(1) - q_SBHD.size(3) + k_SBHD.size(3)
     kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, value_dim)
     plan = plan or attention_plan(layout, rule.mask, key_layout)

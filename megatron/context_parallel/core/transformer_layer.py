@@ -84,7 +84,10 @@ class AttentionSettings:
         return replace(self, rule=own.rule, rotary=own.rotary, layers=())
 
     def layout_of(self, batch: Samples) -> SequenceLayout:
-        """Which rank holds which tokens of a batch."""
+        """Which rank holds which tokens of a batch.
+
+        It is the same for all samples: with a balance by documents, a batch has one sample (check_model.py).
+        """
         return self.layout.of_documents(batch.ends[0]) if batch.ends else self.layout
 
     def masks_of(self, batch: Samples, mask: Mask) -> list[Mask]:

@@ -55,7 +55,11 @@ def restart(positions: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """A document or a segment of a tree; ``origin``: its path's first token, as if the path lay right before it."""
+    """Tokens ``start`` to ``stop`` of a document, or of a segment of a tree.
+
+    ``origin`` is the first position to which they attend: the document's start. A segment also attends to its path, n
+    tokens that may lie anywhere before it; they are counted as the n positions right before the segment.
+    """
 
     start: int
     stop: int
@@ -73,7 +77,7 @@ def balance_documents(ends: tuple[int, ...], ranks: int) -> tuple[Spans, ...]:
 
     A document that stays on one rank needs no transfer and has large tiles. But a long one is too much work for one
     rank: it is cut in zigzag order over the fewest ranks that keep each rank's part below a limit. The limit is lowered
-    until the work is even. So are a tree's segments, whose work includes their paths.
+    until the work is even. A tree's segments are distributed in the same way; their work includes their paths.
 
     Args:
         ends: one past the last token of each document, or a tree; ``ranks`` divides the last end.

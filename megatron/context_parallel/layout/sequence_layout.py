@@ -39,7 +39,8 @@ class SequenceLayout:
     With ``chunks`` above one (FPDT paper, figure 6) a ring rank's part is first cut into chunks, then each chunk over
     the Ulysses ranks, so that the all-to-all of every chunk restores its order. Under TP sequence parallelism each
     Ulysses rank's part of a chunk is cut over the TP ranks, and the local order is TP-rank-major: TP rank t holds the
-    t-th part of every chunk, and gathering chunk c over TP gives chunk c in order.
+    t-th part of every chunk, and gathering chunk c over TP gives chunk c in order. For example 16 tokens on one ring
+    and Ulysses rank, in chunks 0-7 and 8-15 over 2 TP ranks: TP rank 0 holds 0-3 and 8-11, TP rank 1 4-7 and 12-15.
 
     Args:
         seq_length: tokens of the complete sequence.

@@ -32,11 +32,14 @@ Batch = dict[str, torch.Tensor]
 
 
 class Plans(Protocol):
-    """Makes plans from a batch's ``document_ends`` in the loader's processes, and receives them in the trainer."""
+    """Makes plans from a batch's ``document_ends`` in the loader's processes, and receives them in the trainer.
 
-    def make(self, ends: torch.Tensor) -> list[bytes]: ...
+    Training uses ``BatchPlans`` (model/batch_plans.py). What it makes passes through the loader as it is.
+    """
 
-    def receive(self, ends: torch.Tensor, made: list[bytes]) -> dict[Any, Any]: ...
+    def make(self, ends: torch.Tensor) -> list[Any]: ...
+
+    def receive(self, ends: torch.Tensor, made: list[Any]) -> dict[Any, Any]: ...
 
 
 class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
@@ -286,7 +289,7 @@ def shard_batch(
     rows = next(iter(batch.values())).shape[0]
     documents = [] if ends is None else document_rows(ends)
     if documents:
-        layout = layout.of_documents(documents[0])
+        layout = layout.of_documents(documents[0])  # if it depends on documents, the batch is one sample
     positions = layout.positions
     local = {key: batch[key].index_select(1, positions) for key in BY_TOKEN if key in batch}
     local["position_ids"] = positions[None]
@@ -308,7 +311,7 @@ def shard_batch(
 def shifted(batch: Batch, positions: torch.Tensor, by: int) -> Batch:
     """Tokens, labels and loss mask [b, n] of the tokens that follow ``positions`` [n] after ``by`` tokens.
 
-    They have no loss, and beyond the sequence they are 0, if they are not in the same document.
+    Those beyond the sequence are 0. They have no loss, and neither have those in another document.
     """
     length = batch["tokens"].size(1)
     there = positions + by

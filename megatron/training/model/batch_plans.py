@@ -38,7 +38,7 @@ class PlanTables:
     """What a loader's process sends of a plan; a class of its own, so that the loader does not look inside.
 
     Attributes:
-        balanced_spans: what each rank got of the documents; empty if the layout does not balance_documents them.
+        balanced_spans: the positions of each ring rank; empty unless the layout's balance is "documents".
         answers: ``AttentionPlan.known``.
         shared: ``AttentionPlan.shared``.
     """
@@ -69,6 +69,7 @@ class BatchPlans:
     def make(self, ends: Tensor) -> list[PlanTables]:
         """The numbers of a batch's plans, from its ``document_ends`` [b, n]; needs no GPU and no process group."""
         rows = document_rows(ends)
+        # The layout depends on documents only with one sample in a micro-batch (check_model.py).
         layout = self.layout.without_groups().of_documents(rows[0])
         return [self._made(layout, mask) for mask in self._masks(rows)]
 
