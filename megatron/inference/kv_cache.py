@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.sums import Accumulator
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.ulysses import head_plan, ulysses_attention
-from megatron.context_parallel.attention.usp import local_attention
+from megatron.context_parallel.attention.usp import attention_between_all_to_alls
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
@@ -167,7 +167,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, rul
 
     def local(q_SBHD: Tensor, k_SBHD: Tensor, v_SBHD: Tensor) -> Tensor:
         cache.fill(k_SBHD, v_SBHD)
-        return local_attention(q_SBHD, k_SBHD, v_SBHD, layout=layout, rule=rule)
+        return attention_between_all_to_alls(q_SBHD, k_SBHD, v_SBHD, layout=layout, rule=rule)
 
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=local)
 

@@ -574,7 +574,7 @@ def test_with_latents_a_kernel_is_chosen_for_the_heads_that_they_make(monkeypatc
     monkeypatch.setattr(AttentionRule, "tile_kernel", lambda *arguments: asked.append(arguments[-1]))
     q, k, v = (torch.empty(4, 1, *shape) for shape in ((2, 24), (2, 8), (1, 10)))
     rule = AttentionRule(up=torch.empty(2, 16 + 12, 10))
-    usp.local_attention(q, k, v, layout=SequenceLayout(4, abstract_grid()), rule=rule)
+    usp.attention_between_all_to_alls(q, k, v, layout=SequenceLayout(4, abstract_grid()), rule=rule)
     assert asked == [12]
 
 
@@ -599,7 +599,7 @@ def test_keys_are_gathered_only_on_a_ring_and_only_if_asked(monkeypatch):
     for ring, gather in itertools.product((1, 2), (False, True)):
         layout = SequenceLayout(8, abstract_grid(ring=ring))
         x = torch.empty(layout.local_length, 1, 2, 8)
-        usp.local_attention(x, x, x, layout=layout, rule=AttentionRule(gather_keys=gather))
+        usp.attention_between_all_to_alls(x, x, x, layout=layout, rule=AttentionRule(gather_keys=gather))
     assert [isinstance(source, GatherSource) for source in sources] == [False, False, False, True]
 
 
@@ -612,7 +612,7 @@ def test_masks_are_made_in_host_memory_for_long_queries_or_keys(monkeypatch):
     for queries, keys in ((short, short), (short, long), (long, short)):
         q, k = (torch.empty(layout.seq_length, 1, 2, 8) for layout in (queries, keys))
         rule = AttentionRule(Full(), mask_cpu_threshold=8)
-        usp.local_attention(q, k, k, layout=queries, rule=rule, key_layout=keys)
+        usp.attention_between_all_to_alls(q, k, k, layout=queries, rule=rule, key_layout=keys)
     assert in_host == [False, True, True]
 
 

@@ -209,7 +209,7 @@ def test_a_loader_process_makes_the_plan_that_layers_would_derive(derived, ring,
             assert not derived
             again = complete(fresh)
             assert again == complete(plan) and derived
-            assert {key: value for key, value in fresh.known.items() if key[0][0] != "_"} == plan.known
+            assert {key: value for key, value in fresh.memo.items() if key[0][0] != "_"} == plan.memo
             others = (t for t in again if t for _ in walks(t, *KIND))
             for (tiles, sizes), other in zip(found, others, strict=True):
                 one, two = walk(tiles, sizes, CPU), walk(other, sizes, CPU)

@@ -67,7 +67,7 @@ class RingPlan:
 
     Attributes:
         step: 1 if blocks travel up the ranks, -1 if down.
-        needed: whether any rank needs any row of any block.
+        any_needed: whether any rank needs any row of any block.
         direct: each block comes from its home. At hop n a rank computes with the block of the rank n before it, and
             sends own rows to the rank n + 1 after it.
     """
@@ -75,7 +75,7 @@ class RingPlan:
     rank: int
     step: int
     hops: tuple[Hop, ...]
-    needed: bool = True
+    any_needed: bool = True
     direct: bool = False
 
     @property
@@ -90,9 +90,9 @@ def memoized(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def kept(self: AttentionPlan, *args: Hashable, **options: Hashable) -> Any:
         key = method.__name__, args, *options.items()
-        if key not in self.known:
-            self.known[key] = method(self, *args, **options)
-        return self.known[key]
+        if key not in self.memo:
+            self.memo[key] = method(self, *args, **options)
+        return self.memo[key]
 
     return kept
 
@@ -110,7 +110,7 @@ class AttentionPlan:
 
     def __init__(self, layout: SequenceLayout, mask: Mask, key_layout: SequenceLayout | None = None) -> None:
         self.layout, self.mask, self.key_layout = layout, mask, key_layout or layout
-        self.known: dict[Hashable, Any] = {}
+        self.memo: dict[Hashable, Any] = {}
         self.shared: dict[Hashable, Any] = {}  # of all tiles
 
     @memoized
@@ -138,29 +138,29 @@ class AttentionPlan:
         return Hop(ring.rank, ((0, count(spans)),), computed)
 
     @memoized
-    def between(self, query: int, key: int, ring: int) -> Tiles:
+    def tiles_of_chunks(self, query: int, key: int, ring: int) -> Tiles:
         """The tiles between a query chunk of this rank and key chunk ``key`` of ring rank ``ring``, perhaps none."""
         spans = self.layout.chunk_spans
         return self._tiles(spans(query, self.layout.grid.ring.rank), spans(key, ring))
 
     @memoized
-    def met(self, query: int, key: int, ring: int) -> Tiles:
-        """:meth:`between`, with key rows numbered as this rank holds them while the key chunk goes around the ring."""
+    def tiles_in_ring_rows(self, query: int, key: int, ring: int) -> Tiles:
+        """:meth:`tiles_of_chunks`, with key rows numbered as this rank holds them while they go around the ring."""
         (hop,) = (hop for hop in self.ring(chunk=key).hops if hop.source == ring)
-        return self.between(query, key, ring).within(hop.held)
+        return self.tiles_of_chunks(query, key, ring).within(hop.held)
 
     @memoized
     def keys_of(self, query: int) -> list[int]:
         """The key chunks that a query chunk meets; on a ring, those that it meets on any pair of ranks."""
         chunks, ring = range(self.layout.chunks), self.layout.grid.ring
         if ring.size == 1:
-            return [key for key in chunks if self.between(query, key, 0)]
-        return [key for key in chunks if self.ring(chunk=key, query_chunk=query).needed]
+            return [key for key in chunks if self.tiles_of_chunks(query, key, 0)]
+        return [key for key in chunks if self.ring(chunk=key, query_chunk=query).any_needed]
 
     @memoized
     def queries_of(self, key: int, ring: int) -> list[int]:
         """The query chunks that meet key chunk ``key`` of ring rank ``ring``."""
-        return [query for query in range(self.layout.chunks) if self.between(query, key, ring)]
+        return [query for query in range(self.layout.chunks) if self.tiles_of_chunks(query, key, ring)]
 
     @memoized
     def last_keys(self) -> list[int]:
@@ -220,15 +220,15 @@ def _plan(
     for hop in range(size):
         home, after = (rank - step * hop) % size, (rank - step * (hop + 1)) % size  # of this block and the next
         reader, path, following = (rank + step * hop) % size, paths[home], paths[after]  # reader: of own rows
-        needed, arriving = path.stops[hop], path.stops if direct else path.carried
+        needed, arriving = path.needed_at[hop], path.needed_at if direct else path.carried
         held = arriving[hop] if hop else ((0, count(keys[home])),)
         computed = tiles_of(queries, keys[home]) if needed else Tiles()
         if direct:
             messages = {
-                "keys_out": Message(own.stops[hop + 1], (reader + 1) % size),
-                "keys_in": Message(following.stops[hop + 1], after),
+                "keys_out": Message(own.needed_at[hop + 1], (reader + 1) % size),
+                "keys_in": Message(following.needed_at[hop + 1], after),
                 "grads_out": Message(needed if hop else (), home),
-                "grads_home": Message(own.stops[hop] if hop else (), reader),
+                "grads_home": Message(own.needed_at[hop] if hop else (), reader),
             }
         else:
             messages = {
@@ -239,11 +239,11 @@ def _plan(
                 "grads_in": Message(following.leaving(hop) if hop < following.last else (), below),
             }
         hops.append(Hop(source=home, held=held, tiles=computed.within(held), needed=needed, **messages))
-    return RingPlan(rank, step, tuple(hops), any(any(path.stops) for path in paths), direct)
+    return RingPlan(rank, step, tuple(hops), any(any(path.needed_at) for path in paths), direct)
 
 
 class _Path:
-    """A block's path around the ring, with the rows at each stop.
+    """A block's path around the ring, with the rows that are needed and sent at each hop.
 
     Args:
         needed: for each rank, the rows of the block that it needs.
@@ -252,18 +252,18 @@ class _Path:
     """
 
     def __init__(self, needed: list[Spans], home: int, step: int) -> None:
-        # Rows needed at each stop, and none after the last.
-        self.stops = [*(needed[(home + step * hop) % len(needed)] for hop in range(len(needed))), ()]
-        # Rows that arrive at a stop: all that are needed at this or a later stop.
-        self.carried = [*accumulate(reversed(self.stops), union)][::-1]
-        self.touched = [*accumulate(self.stops[1:], union, initial=())]
-        self.last = max((hop for hop, rows in enumerate(self.stops) if hop and rows), default=0)
+        # By hop, the rows needed there; none after the last hop.
+        self.needed_at = [*(needed[(home + step * hop) % len(needed)] for hop in range(len(needed))), ()]
+        # By hop, the rows that arrive: all that are needed at this or a later hop.
+        self.carried = [*accumulate(reversed(self.needed_at), union)][::-1]
+        self.touched = [*accumulate(self.needed_at[1:], union, initial=())]
+        self.last = max((hop for hop, rows in enumerate(self.needed_at) if hop and rows), default=0)
         self.sent = sum(count(rows) for rows in self.carried[1:])
-        self.wanted = sum(count(rows) for rows in self.stops[1:])  # rows that its home would send directly
+        self.wanted = sum(count(rows) for rows in self.needed_at[1:])  # rows that its home would send directly
 
-    def leaving(self, stop: int) -> Spans:
-        """Rows whose gradients leave a stop: all that were needed at this or an earlier stop, except at home."""
-        return self.touched[stop] if stop <= self.last else ()
+    def leaving(self, hop: int) -> Spans:
+        """Rows whose gradients leave at a hop: all that were needed at this or an earlier hop, except at home."""
+        return self.touched[hop] if hop <= self.last else ()
 
 
 def _needed(reached: Sequence[Spans], keys: Blocks) -> list[list[Spans]]:

@@ -108,7 +108,7 @@ def attention_by_rule(
     if len(rules) > 1 and rule.dropout is not None:
         rules = [replace(each, dropout=rule.dropout.of_samples(i, i + 1)) for i, each in enumerate(rules)]
     plans = [(plans or {}).get(mask) for mask in masks]
-    local = partial(local_attention, layout=layout, key_layout=key_layout, kept=kept)
+    local = partial(attention_between_all_to_alls, layout=layout, key_layout=key_layout, kept=kept)
 
     def by_sample(*qkv: Tensor) -> Tensor:
         if len(rules) == 1:
@@ -120,7 +120,7 @@ def attention_by_rule(
     return ulysses_attention(q, k, v, axis=layout.grid.ulysses, attention=by_sample)
 
 
-def local_attention(
+def attention_between_all_to_alls(
     q_SBHD: Tensor,
     k_SBHD: Tensor,
     v_SBHD: Tensor,

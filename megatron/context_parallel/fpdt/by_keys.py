@@ -25,7 +25,7 @@ def forward(run: ChunkPass, y: HiddenStates | None) -> None:
             for query, kept in zip(queries, store.walk([_forward_names(query) for query in queries])):
                 q = kept["q", query]
                 result = Accumulator(q, run.work.value_dim, kept.get(("sum", query)), kept.get(("sum_lse", query)))
-                computed = run.plan.met(query, key, block.hop.source)
+                computed = run.plan.tiles_in_ring_rows(query, key, block.hop.source)
                 attend_chunks(run.work.kernel, computed, q, block.k, block.v, result)
                 # In the sum's dtype from the start, because the store writes later sums in the same memory.
                 store.put(("sum", query), result.out_SBHD.to(result.sum_dtype))
@@ -86,6 +86,6 @@ def _pair_grads(run: ChunkPass, query: int, key: int, block: KeyBlock, loaded: d
     q, dout, lse = (loaded.pop((name, query)) for name in ("q", "dout", "lse"))
     out, delta = (loaded.pop((name, query), None) for name in ("out", "delta"))
     dq = GradientSum(q, loaded.pop(("dq", query), None))
-    computed = run.plan.met(query, key, block.hop.source)
+    computed = run.plan.tiles_in_ring_rows(query, key, block.hop.source)
     attend_chunks_grad(run.work.kernel, computed, q, block.k, block.v, Final(dout, out, lse, delta), dq, block.grads)
     run.store.put(("dq", query), dq.finish().to(dq.sum_dtype))  # in the sum's dtype, as in the forward pass

@@ -74,7 +74,7 @@ def _query_grads(
     for key, pair in zip(keys, coming):
         k, v = run.work.unpacked(pair.pop(("kv", key)))
         dkv = KeyGradients(k, v, pair.pop(("dkv", key), None))
-        attend_chunks_grad(run.work.kernel, run.plan.between(query, key, 0), q, k, v, final, dq, dkv)
+        attend_chunks_grad(run.work.kernel, run.plan.tiles_of_chunks(query, key, 0), q, k, v, final, dq, dkv)
         if last and key == query:
             own = dkv.packed()
         else:

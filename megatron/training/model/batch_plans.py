@@ -39,12 +39,12 @@ class PlanTables:
 
     Attributes:
         balanced_spans: the positions of each ring rank; empty unless the layout's balance is "documents".
-        answers: ``AttentionPlan.known``.
+        memo: ``AttentionPlan.memo``, the results of its methods.
         shared: ``AttentionPlan.shared``.
     """
 
     balanced_spans: tuple
-    answers: dict[tuple, Any]
+    memo: dict[tuple, Any]
     shared: dict[tuple, Any]
 
 
@@ -79,8 +79,8 @@ class BatchPlans:
             for sizes in walks(tiles, *self.kind) if tiles and self.kind else ():
                 walk_numbers(tiles, sizes)
         balanced_spans = layout.balanced_spans if layout.balance == "documents" else ()
-        answers = {key: value for key, value in plan.known.items() if not key[0].startswith("_")}
-        return PlanTables(balanced_spans, answers, plan.shared)
+        memo = {key: value for key, value in plan.memo.items() if not key[0].startswith("_")}
+        return PlanTables(balanced_spans, memo, plan.shared)
 
     def receive(self, ends: Tensor, made: list[PlanTables]) -> dict[Mask, AttentionPlan]:
         """The batch's plans by mask, for the layers, with their tables on the device."""
@@ -88,7 +88,7 @@ class BatchPlans:
         for mask, tables in zip(self._masks(rows), made, strict=True):
             layout = self.layout.of_documents(rows[0], tables.balanced_spans).without_groups()
             plan = plans[mask] = AttentionPlan(layout, mask)
-            plan.known = tables.answers
+            plan.memo = tables.memo
             plan.shared = tables.shared | _copied(tables.shared, self.device)
         return plans
 
@@ -109,7 +109,7 @@ def complete(plan: AttentionPlan, gather_keys: bool = False) -> list[Tiles]:
             found += [hop.tiles for hop in plan.ring(chunk=key, query_chunk=query).hops]
     for key in chunks:
         for rank in ring:
-            found += [plan.met(query, key, rank) for query in plan.queries_of(key, rank)]
+            found += [plan.tiles_in_ring_rows(query, key, rank) for query in plan.queries_of(key, rank)]
     return found
 
 
