@@ -127,7 +127,7 @@ def _evaluate(config: Config, runtime: Any, folder: Path, notes: Sequence[str]) 
     from megatron.training.evaluation.eval_report import lines, tables, write
     from megatron.training.evaluation.evaluated_model import prepare_evaluation
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
-    from megatron.training.refusal import together
+    from megatron.training.refusal import refuse_together
 
     begin = time.perf_counter()
     plan, chunks, dataset = prepare_evaluation(config, runtime)
@@ -142,7 +142,7 @@ def _evaluate(config: Config, runtime: Any, folder: Path, notes: Sequence[str]) 
         "seed": config.run.seed,
         "grid": str(runtime.grid),
     }
-    written = together(lambda: write(str(folder), about, results) if runtime.is_rank_zero else [])
+    written = refuse_together(lambda: write(str(folder), about, results) if runtime.is_rank_zero else [])
     if runtime.is_rank_zero:
         from rich.console import Console
 

@@ -18,7 +18,7 @@ from megatron.training.checkpoint.megatron_lm.checked import COMMON, fitting, op
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.model.build import build_model
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config, DataConfig
 from megatron.training.setup import Runtime
 
@@ -210,7 +210,7 @@ def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
     Raises:
         Refusal: on every rank, if the checkpoint is damaged or belongs to another model.
     """
-    last = together(lambda: checkpoint.find(config.checkpoint, config.notes))
+    last = refuse_together(lambda: checkpoint.find(config.checkpoint, config.notes))
     path = choose_whole(last, config.checkpoint, config.notes)
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
     checkpoint.load(path, chunks, None, None, config)

@@ -25,7 +25,7 @@ from megatron.training.data.chat_template import Chat, Message
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.ownership.own_files import one_job_of_ranks
-from megatron.training.refusal import Refusal, one_line, reason, short, together
+from megatron.training.refusal import Refusal, one_line, reason, refuse_together, short
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
@@ -196,7 +196,7 @@ def run(order: Order, words: Sequence[str]) -> int:
             answers, counts = generate(decoder, [prompt.tokens for prompt in prompts], request, bar.update, stream)
         by_rank: list[Counts] = [counts] * dist.get_world_size()
         dist.all_gather_object(by_rank, counts)
-        together(lambda: report(order, prompts, answers, tokenizer, stream) if first else None)
+        refuse_together(lambda: report(order, prompts, answers, tokenizer, stream) if first else None)
         if first:
             print(summary(runtime, by_rank), file=sys.stderr)
         return 0

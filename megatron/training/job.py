@@ -41,7 +41,7 @@ from megatron.training.checkpoint.in_memory.copies import Copies, open_copies
 from megatron.training.checkpoint.in_memory.restart import newest
 from megatron.training.checkpoint.in_memory.state import TrainingState
 from megatron.training.checkpoint.megatron_lm.places import iteration_of
-from megatron.training.checkpoint.owner import Owner, identity, own
+from megatron.training.checkpoint.owner import Owner, claim_folder, identity
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.datasets import build_datasets
@@ -52,7 +52,7 @@ from megatron.training.evaluation.reference_model import pair_objective
 from megatron.training.loss import PairObjective
 from megatron.training.model.build import build_model
 from megatron.training.model.optimizer import build_optimizer, build_schedule, wrap_for_data_parallelism
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.report.layer_traffic import describe_layers
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime, batch_plans
@@ -76,7 +76,7 @@ class Job:
     eod: int
     copies: Copies | None = None  # of the state, in the memory of the hosts
     on_disk: int | None = None  # iteration of the checkpoint in --save, if a newer copy in memory was loaded
-    plan: EvalPlan | None = None  # of --eval-tasks
+    eval_plan: EvalPlan | None = None  # of --eval-tasks
     owner: Owner | None = None  # of the folder --save; None if nothing is saved
     objective: PairObjective | None = None  # of pairs of answers
 
@@ -89,7 +89,7 @@ def prepare(config: Config, runtime: Runtime) -> Job:
     """
     owner = None
     if config.checkpoint.save and not config.run.skip_train:
-        owner = own(config.checkpoint.save, config.notes)
+        owner = claim_folder(config.checkpoint.save, config.notes)
     try:
         return _prepare(config, runtime, owner)
     except BaseException:
@@ -110,7 +110,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         with suppress(OSError):  # the first save reports it
             restore(Path(config.checkpoint.save))
     dist.barrier()  # ranks look for a checkpoint after rank 0 has restored the folder
-    latest, tokenizer, plan = together(read_inputs)
+    latest, tokenizer, plan = refuse_together(read_inputs)
     latest, run = agree_on_run(latest, config, owner)
     copies = open_copies(config, str(runtime.grid), available_bytes, run)
     on_disk = iteration_of(latest)
@@ -120,7 +120,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     if in_memory and latest:  # of the same model
         with suppress(Refusal):
             described = unchecked(latest)
-    tokenizer, vocab_size = together(lambda: vocabulary(described, tokenizer, config))
+    tokenizer, vocab_size = refuse_together(lambda: vocabulary(described, tokenizer, config))
     data = config.data
     of_all_ranks = data.micro_batch_size * data_parallel_size(config, dist.get_world_size())
     batch_sizes = BatchSizes.of(data, of_all_ranks)
@@ -169,7 +169,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         eod=tokenizer.eod,
         copies=copies,
         on_disk=on_disk if in_memory else None,
-        plan=plan,
+        eval_plan=plan,
         owner=owner,
         objective=pair_objective(config, runtime, chunks, vocab_size, progress.iteration),
     )
@@ -184,7 +184,7 @@ def agree_on_run(latest: Path | None, config: Config, owner: Owner | None) -> tu
         Refusal: on every rank; --save holds checkpoints of another run, or newer ones.
     """
     settings, first = config.checkpoint, dist.get_rank() == 0
-    run = together(lambda: identity(latest, settings, config.notes, saves=owner is not None) if first else "")
+    run = refuse_together(lambda: identity(latest, settings, config.notes, saves=owner is not None) if first else "")
     agreed = [(latest, run)]
     dist.broadcast_object_list(agreed)
     if owner is not None:
@@ -218,7 +218,7 @@ def named_datasets(
     """
     sets: dict[str, dict[str, Dataset | None]] = {}
     for kind, index, split in (("validation", 1, "valid"), ("test", 2, "test")):
-        for number, name in enumerate(together(lambda split=split: named_sets(config.data, split))):
+        for number, name in enumerate(refuse_together(lambda split=split: named_sets(config.data, split))):
             samples = tuple(count if at == index else 0 for at, count in enumerate(wanted))
             built = build_datasets(config, tokenizer, samples, needed=needed, number=number) if number else first
             sets.setdefault(kind, {})[name] = built[index]

@@ -18,7 +18,7 @@ from megatron.training.arguments.argv import flat, options, take_ranks
 from megatron.training.arguments.dry_run_flags import idle_in_dry_run
 from megatron.training.arguments.elastic import Fastest
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.schedule import StageEnded
+from megatron.training.arguments.schedule import LengthStageEnded
 from megatron.training.arguments.suggest import fixed
 from megatron.training.launcher import follow_launcher
 from megatron.training.refusal import Fix, Refusal, one_line
@@ -87,7 +87,7 @@ def main(
         config = read(0)
         quiet()
         if not config.simulation.dry_run:
-            return run(config, work, stage_at=read, advise=partial(advise, config, possible) if advise else None)
+            return run(config, work, config_at=read, advise=partial(advise, config, possible) if advise else None)
         if simulate is None:
             raise Refusal("--dry-run: this entry point only trains; use pretrain_gpt.py or pretrain_llama.py")
         return simulate(config, possible)
@@ -119,14 +119,14 @@ def run(
     config: Config,
     work: Work | None = None,
     saves_memory: str = SAVES_MEMORY,
-    stage_at: Callable[[int], Config] | None = None,
+    config_at: Callable[[int], Config] | None = None,
     advise: Callable[[], list[str]] | None = None,
 ) -> int:
     """Set up, train (or do ``work``), and leave the process groups; returns the exit code.
 
     Args:
         saves_memory: the advice in the message when memory runs out.
-        stage_at: the configuration that goes on after an iteration, for --seq-length-schedule.
+        config_at: the settings of the length stage that goes on after an iteration, for --seq-length-schedule.
         advise: more lines when a GPU's memory runs out.
     """
     follow_launcher("TORCHELASTIC_RUN_ID" in os.environ)  # before the imports, which take seconds
@@ -134,12 +134,12 @@ def run(
     while True:
         try:
             return _run(config, work, saves_memory, advise)
-        except StageEnded as stage:
+        except LengthStageEnded as stage:
             after = stage.iteration
         from megatron.training.setup import free_memory
 
         free_memory()  # now that no exception refers to the job
-        config = stage_at(after)
+        config = config_at(after)
         if config.run.exit_duration_in_mins is not None:
             config.run.exit_duration_in_mins -= (time.monotonic() - begin) / 60
 
@@ -165,7 +165,7 @@ def _run(config: Config, work: Work | None, saves_memory: str, advise: Callable[
     beats, goes_on = heartbeat(runtime.grid, config.parallel.distributed_timeout_minutes), False
     try:
         return (work or train)(config, runtime, beats)
-    except StageEnded:
+    except LengthStageEnded:
         goes_on = True
         raise
     except DataError as error:
@@ -223,7 +223,7 @@ def _train(job: Job, stopper: Stopper, beats: Heartbeat | None, started: float) 
     from megatron.training.features.replicas import ReplicasDiffer
     from megatron.training.job import describe
     from megatron.training.loop import training_loop
-    from megatron.training.refusal import together
+    from megatron.training.refusal import refuse_together
     from megatron.training.report.memory_profile import check_profile
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
@@ -231,8 +231,8 @@ def _train(job: Job, stopper: Stopper, beats: Heartbeat | None, started: float) 
     config, runtime = job.config, job.runtime
     if beats is not None:
         beats.iteration = lambda: job.progress.iteration
-    together(lambda: check_profile(config, job.iterations - job.progress.iteration))
-    reporter = together(
+    refuse_together(lambda: check_profile(config, job.iterations - job.progress.iteration))
+    reporter = refuse_together(
         lambda: Reporter(
             config, active=runtime.is_rank_zero, first_iteration=job.progress.iteration, last_iteration=job.iterations
         )
@@ -250,7 +250,7 @@ def _train(job: Job, stopper: Stopper, beats: Heartbeat | None, started: float) 
         if stopper.stopped:
             reporter.say(f" > stopped after iteration {job.progress.iteration}: {stopper.reason}")
         if saved and not stopper.stopped and config.stage is not None and job.iterations < config.run.train_iters:
-            raise StageEnded(job.progress.iteration)
+            raise LengthStageEnded(job.progress.iteration)
         return 0 if saved else EXIT_FAILED
     except Diverged as error:
         ranks = not_finite(error, beats, runtime.grid.pipeline.size)

@@ -228,7 +228,7 @@ def raise_all(refusals: Iterable[Refusal]) -> None:
         raise next(iter(distinct.values())) if len(distinct) == 1 else Refusals(distinct.values())
 
 
-def together(action: Callable[[], T]) -> T:
+def refuse_together(action: Callable[[], T]) -> T:
     """Run ``action`` on every rank. If one rank refuses, all do, so that no rank waits for another.
 
     Without process groups it only runs ``action``.

@@ -123,7 +123,7 @@ def evaluated(flags: str, folder: str, packed: str = "") -> dict[str, Any]:
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
 
     job = make_job(f"{TASKS} --eval-files {folder}/a.txt {folder}/b.txt {packed} {flags}")
-    result = evaluate_tasks(job.plan, Subject(job.config, job.runtime, job.chunks), job.datasets[1])
+    result = evaluate_tasks(job.eval_plan, Subject(job.config, job.runtime, job.chunks), job.datasets[1])
     assert all(chunk.training for chunk in job.chunks)
     return result
 

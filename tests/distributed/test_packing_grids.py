@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.arguments.schedule import StageEnded
+from megatron.training.arguments.schedule import LengthStageEnded
 from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
 
 MOCK = "--mock-data"
@@ -108,7 +108,7 @@ def stages(corpus, kind, folder, schedule, until=6, more=""):
         runtime = start(config)
         try:
             job = prepare(config, runtime)
-        except StageEnded as stage:
+        except LengthStageEnded as stage:
             done = stage.iteration
         else:
             end = min(until, job.iterations)

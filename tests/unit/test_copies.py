@@ -343,7 +343,7 @@ def test_notes_about_copies_are_those_of_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "broadcast_object_list", lambda _: None)
     monkeypatch.setattr(dist, "new_group", lambda **_: group)
     monkeypatch.setattr(dist, "all_gather_object", lambda *_, group: used.append(group))
-    monkeypatch.setattr(copies, "together", lambda function: function())
+    monkeypatch.setattr(copies, "refuse_together", lambda function: function())
     monkeypatch.setattr(copies, "_distances", lambda _: ([], ["a note"]))
     opened = copies.open_copies(config, "one rank", lambda: 0, "0" * 32)
     copy_file.gathered(None, opened.group)

@@ -11,7 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training import pretrain
 from megatron.training.arguments.parser import parse
-from megatron.training.arguments.schedule import StageEnded, check_stage, spans
+from megatron.training.arguments.schedule import LengthStageEnded, check_stage, spans
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import open_prefix
 from megatron.training.data.packing.length_mixtures import read_mixture, repeated
@@ -294,7 +294,7 @@ def test_where_a_run_goes_on():
     check = stage("--mock-data", 4).stage
     check_stage(check, 6, 20, 16 * 32 + 4 * 64)
     for iteration, samples, tokens in ((0, 0, 0), (7, 22, 16 * 32 + 6 * 64)):
-        with pytest.raises(StageEnded) as another:
+        with pytest.raises(LengthStageEnded) as another:
             check_stage(check, iteration, samples, tokens)
         assert another.value.iteration == iteration
     with pytest.raises(Refusal, match="gives 20 samples and 768 tokens by iteration 6, but the checkpoint has"):
@@ -335,14 +335,14 @@ def test_the_time_limit_is_that_of_all_stages(monkeypatch):
     def one_stage(config, *_):
         seen.append((config.stage.number, config.run.exit_duration_in_mins))
         if len(seen) < 2:
-            raise StageEnded(7)
+            raise LengthStageEnded(7)
         return 3
 
     monkeypatch.setattr(pretrain, "_run", one_stage)
     monkeypatch.setattr(pretrain, "follow_launcher", lambda launched: None)
     monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(now))
     flags = "--mock-data --exit-duration-in-mins 5"
-    assert pretrain.run(stage(flags, 0), stage_at=lambda iteration: stage(flags, iteration)) == 3
+    assert pretrain.run(stage(flags, 0), config_at=lambda iteration: stage(flags, iteration)) == 3
     assert seen == [(1, 5), (3, 3.0)]
 
 

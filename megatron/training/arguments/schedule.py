@@ -232,8 +232,8 @@ def link_stages(configs: Sequence[Config], starts: Sequence[int]) -> list[Config
     return linked
 
 
-class StageEnded(Exception):
-    """The run goes on in another stage.
+class LengthStageEnded(Exception):
+    """The run goes on in another stage of --seq-length-schedule.
 
     Args:
         iteration: the last finished iteration of the run.
@@ -248,7 +248,7 @@ def check_stage(stage: Stage, iteration: int, samples: int, tokens: int) -> None
     """Check that a run that has come so far goes on in this stage.
 
     Raises:
-        StageEnded: it does not.
+        LengthStageEnded: it does not.
         Refusal: by the schedule, other numbers of samples and tokens would have been consumed.
     """
     counted = _counted(stage, iteration)
@@ -260,7 +260,7 @@ def check_stage(stage: Stage, iteration: int, samples: int, tokens: int) -> None
         )
     last = stage.number == len(stage.lengths)
     if iteration < stage.start or (iteration >= stage.end and not last):
-        raise StageEnded(iteration)
+        raise LengthStageEnded(iteration)
 
 
 def _counted(stage: Stage, iterations: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.megatron_lm.places import checkpoints_in, iteration_of, run_of
 from megatron.training.ownership.lock_file import Owner, take
-from megatron.training.refusal import Refusal, reason, together
+from megatron.training.refusal import Refusal, reason, refuse_together
 from megatron.training.settings.config import CheckpointConfig
 
 COPIES = "copies_in_memory.txt"  # in --save: the identity of the run whose copies in memory belong to this folder
@@ -101,7 +101,7 @@ def run_of_copies(save: str) -> str:
     return run
 
 
-def own(folder: str, notes: list[str]) -> Owner:
+def claim_folder(folder: str, notes: list[str]) -> Owner:
     """Take the save folder for this job, and create it if necessary. All ranks call it.
 
     Args:
@@ -118,7 +118,7 @@ def own(folder: str, notes: list[str]) -> Owner:
         check_writable(folder)
         return take(Path(folder), notes)
 
-    owner = together(take_it)
+    owner = refuse_together(take_it)
     token = [owner.token if owner else ""]
     dist.broadcast_object_list(token)
     return owner or Owner(Path(folder), token[0])

@@ -44,7 +44,7 @@ from torch.futures import Future
 from megatron.training.checkpoint.hugging_face.safetensors_folder import readable
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.checked import Checked
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 
 EXTRA_STATE = "_extra_state"
 
@@ -168,7 +168,7 @@ class _LoadTensors(TorchDistLoadShardedStrategy):
         by_key, flat, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         state = mcore_to_pyt_state_dict(by_key, True)
         reader = _Reader(self._checked)
-        together(reader.read_metadata)  # on an error here, torch would print a traceback and try other files
+        refuse_together(reader.read_metadata)  # on an error here, torch would print a traceback and try other files
         _load_state_dict(state, reader, planner=planner)
         tensors = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
         loaded = _replace_sharded_keys_with_state_dict_keys(tensors, flat, renamed)

@@ -36,7 +36,7 @@ from megatron.training.data.sources.remote import is_remote
 from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.ownership.atomic import atomic_folder, check_complete
-from megatron.training.refusal import Refusal, one_line, together
+from megatron.training.refusal import Refusal, one_line, refuse_together
 from megatron.training.settings.config import Config, DataConfig
 
 # Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
@@ -356,7 +356,7 @@ def build_chat_datasets(
 
     It adds lines about the data, and about conversations that were left out, to ``config.notes``.
     """
-    template, sources = together(lambda: (chosen_template(config, tokenizer), _sources(config, samples)))
+    template, sources = refuse_together(lambda: (chosen_template(config, tokenizer), _sources(config, samples)))
     flags = {path: flag for paths, flag, _ in sources for path in paths or ()}
     first = not dist.is_initialized() or dist.get_rank() == 0
 
@@ -371,9 +371,9 @@ def build_chat_datasets(
         stores = {path: read_store(path, folder_of(path, template, config.data, pairs)) for path in flags}
         return {path: store or render(path, flags[path], template, pairs) for path, store in stores.items()}
 
-    together(write)
-    stores = together(read)
-    return together(lambda: _build(config, tokenizer, sources, samples, stores))
+    refuse_together(write)
+    stores = refuse_together(read)
+    return refuse_together(lambda: _build(config, tokenizer, sources, samples, stores))
 
 
 def chosen_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:

@@ -35,7 +35,7 @@ from megatron.training.data.packing.packing_plans import Packing, cost_of, make_
 from megatron.training.data.read_tokens import DataError, JoinedFiles, TokenFile, check_ids, first_outside, unmapped
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.ownership.atomic import atomic_folder
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config, DataConfig
 
 
@@ -230,12 +230,12 @@ def build_datasets(
         packed = data.reset_attention_mask or data.reset_position_ids
         return _check_files(core, tokenizer, samples, default_split=data.split is None, packed=packed)
 
-    files = together(check_files)
+    files = refuse_together(check_files)
     if not any(samples):
         return None, None, None
     folder = data_files.cache_folder(data, files, {**settings, **ours, "samples": samples})
     _build_cache(core, samples, folder)
-    together(lambda: data_files.check_cache(folder) if os.path.isdir(folder) else None)
+    refuse_together(lambda: data_files.check_cache(folder) if os.path.isdir(folder) else None)
     if not needed:
         return None, None, None
     datasets = _build(core, samples, folder if os.path.isdir(folder) else "")
@@ -246,7 +246,7 @@ def build_datasets(
                 fewer,
                 f"the {name} data hold {len(dataset)} samples of {data.seq_length} tokens, {n} are needed: "
                 f"{f'use --eval-iters {fewer}, or repeat the data' * (fewer > 0) or 'repeat the data'} as a blend with "
-                "weights, --data-path 1 PREFIX 1 PREFIX"
+                "weights, --data-path 1 PREFIX 1 PREFIX",
             )
     if first:
         datasets[0] = Later(datasets[0], first)

@@ -20,7 +20,7 @@ from megatron.training.evaluation.eval_plan import EvalPlan, check_held_out, mak
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config, RunConfig
 from megatron.training.setup import Runtime
 
@@ -45,9 +45,9 @@ def prepare_evaluation(config: Config, runtime: Runtime) -> tuple[EvalPlan, list
         tokenizer = build_tokenizer(config.data, config.model.vocab_size)
         return latest, tokenizer, make_plan(config, tokenizer)
 
-    latest, tokenizer, plan = together(read_inputs)
+    latest, tokenizer, plan = refuse_together(read_inputs)
     path = choose_whole(latest, config.checkpoint, config.notes)
-    tokenizer, vocab_size = together(lambda: vocabulary(path, tokenizer, config))
+    tokenizer, vocab_size = refuse_together(lambda: vocabulary(path, tokenizer, config))
     dataset = None
     if "loss-by-position" in plan.tasks:
         dataset = _held_out(config, tokenizer, runtime)

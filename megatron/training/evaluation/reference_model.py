@@ -21,7 +21,7 @@ from megatron.training.loss import PairObjective
 from megatron.training.model.build import build_model
 from megatron.training.model.fsdp import FullySharded
 from megatron.training.model.optimizer import in_compute_dtype
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
@@ -49,7 +49,7 @@ def pair_objective(
                 f"--dpo continues after iteration {iteration}, whose weights are not those of the reference: name the "
                 "weights of the start, --pretrained-checkpoint DIR, or use --dpo-reference none"
             )
-        path = together(lambda: checkpoint.find(replace(settings, load=None)))
+        path = refuse_together(lambda: checkpoint.find(replace(settings, load=None)))
         alone = replace(config, checkpoint=replace(settings, finetune=True))
         checkpoint.load(check(path, config.notes), model, None, None, alone)
 

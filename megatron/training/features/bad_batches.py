@@ -23,7 +23,7 @@ from megatron.training.checkpoint.megatron_lm.places import run_of
 from megatron.training.data.read_tokens import DataError
 from megatron.training.features.feature import Feature, Step
 from megatron.training.job import Job
-from megatron.training.refusal import reason, together
+from megatron.training.refusal import reason, refuse_together
 from megatron.training.report.reporter import Reporter
 from megatron.training.settings.config import Config
 from megatron.training.step import Batches, Diverged, StepResult
@@ -142,7 +142,7 @@ def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
     reload = checkpoint.CheckpointConfig(
         load=settings.save, save=settings.save, skip_damaged_checkpoints=settings.skip_damaged_checkpoints
     )
-    last = together(lambda: checkpoint.find(reload))
+    last = refuse_together(lambda: checkpoint.find(reload))
     # A checkpoint of another run is one from which this run branched off by --ckpt-step.
     if last is None or run_of(last) not in ("", job.progress.run):
         return None

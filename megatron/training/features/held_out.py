@@ -76,10 +76,10 @@ def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None
 
 def evaluate_on_tasks(job: Job, reporter: Reporter) -> dict[str, float]:
     """Scores of --eval-tasks, as flat numbers; with --eval-output also as files."""
-    if job.plan is None:
+    if job.eval_plan is None:
         return {}
     subject, folder = Subject(job.config, job.runtime, job.chunks), job.config.evaluation.eval_output
-    results = evaluate_tasks(job.plan, subject, job.datasets[1])
+    results = evaluate_tasks(job.eval_plan, subject, job.datasets[1])
     for line in lines(results):
         reporter.say(f" iteration {job.progress.iteration}: {line}")
     if folder and reporter.active:

@@ -64,8 +64,8 @@ def build_model(
         offload: needed by --fpdt with offload and by --offload-checkpoints.
         on_gpu: whether core may use the kernels that it compiles for GPUs; by default, if ``device`` is one.
     """
-    core = transformer_config(config, grid, on_gpu=device.type == "cuda" if on_gpu is None else on_gpu)
-    stages = core.virtual_pipeline_model_parallel_size
+    core_config = transformer_config(config, grid, on_gpu=device.type == "cuda" if on_gpu is None else on_gpu)
+    stages = core_config.virtual_pipeline_model_parallel_size
     rule, rotaries = attention_rule(config, grid), layer_rotaries(config, layout, device)
     own = list(zip(layer_masks(config), rotaries))  # compared without the rule, whose slopes are a tensor
     layers = tuple(LayerRule(replace(rule, mask=mask), rotary) for mask, rotary in own)
@@ -82,8 +82,8 @@ def build_model(
     )
     chunks = []
     for stage in range(stages or 1):
-        chunk = _build_chunk(config, core, grid, settings, vocab_size, stage if stages else None, offload)
-        initialize_weights(chunk, core, config, vocab_size, device)
+        chunk = _build_chunk(config, core_config, grid, settings, vocab_size, stage if stages else None, offload)
+        initialize_weights(chunk, core_config, config, vocab_size, device)
         if config.model.lora_rank:
             train_adapters_alone(chunk)
         chunks.append(chunk)
@@ -92,7 +92,7 @@ def build_model(
 
 def _build_chunk(
     config: Config,
-    core: TransformerConfig,
+    core_config: TransformerConfig,
     grid: Grid,
     settings: AttentionSettings,
     vocab_size: int,
@@ -100,7 +100,7 @@ def _build_chunk(
     offload: Offload | None,
 ) -> GPTModel:
     model, attention = config.model, config.attention
-    stages = core.virtual_pipeline_model_parallel_size or 1
+    stages = core_config.virtual_pipeline_model_parallel_size or 1
     first = grid.pipeline.rank == 0 and (stage or 0) == 0
     last = grid.pipeline.rank == grid.pipeline.size - 1 and (stage or 0) == stages - 1
     chunks = None
@@ -133,7 +133,7 @@ def _build_chunk(
             mixers=_mixers(config, start, stop),
             pattern=hybrid_pattern(model)[start:stop],
         )
-        return block_spec(core, settings, layers, chunks)
+        return block_spec(core_config, settings, layers, chunks)
 
     start, stop = stage_span(config, grid.pipeline.rank, stage or 0)
     spec, further = spec_of(start, stop), None
@@ -142,7 +142,7 @@ def _build_chunk(
     learned = model.position_embedding_type == "learned_absolute"
     partitioned = config.parallel.partition_position_embedding
     chunk = LongContextGPT(
-        config=core,
+        config=core_config,
         transformer_layer_spec=spec,
         vocab_size=padded_vocab_size(
             vocab_size, model.make_vocab_size_divisible_by, grid.tensor.size, model.padded_vocab_size
@@ -165,7 +165,7 @@ def _build_chunk(
         mtp_block_spec=further,
     )
     if model.embed_layernorm and first:
-        chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core)
+        chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core_config)
     if factor := embedding_factor(model):
         if first or further:
             scale_embeddings(chunk.embedding.word_embeddings, factor)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.system.whole_file import is_special
 from megatron.training.ownership.lock_file import POLL, InUse, Owner, acquire, pattern_of
-from megatron.training.refusal import together
+from megatron.training.refusal import refuse_together
 
 SILENT = 5.0  # seconds of waiting for another job without a message
 TEMPORARY = r"\.[0-9a-f]{32}\.tmp"  # the end of a temporary name, which has the token of its job's lock
@@ -69,7 +69,7 @@ def one_job_of_ranks(target: str | Path | None, first: bool) -> Iterator[None]:
                 os.unlink(path)
 
     with ExitStack() as stack:
-        together(lambda: hold(stack))
+        refuse_together(lambda: hold(stack))
         yield
 
 

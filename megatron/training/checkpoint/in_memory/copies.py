@@ -37,7 +37,7 @@ from megatron.training.checkpoint.in_memory.copy_file import (
 from megatron.training.checkpoint.owner import COPIES, run_of_copies
 from megatron.training.checkpoint.run_state import Progress
 from megatron.training.checkpoint.save_job import error_line
-from megatron.training.refusal import Refusal, refusing, together
+from megatron.training.refusal import Refusal, refuse_together, refusing
 from megatron.training.settings.config import CheckpointConfig, Config
 
 MEMORY = Path("/dev/shm")
@@ -202,12 +202,12 @@ def open_copies(config: Config, grid: str, available: Callable[[], int], run: st
     settings = config.checkpoint
     if settings.non_persistent_save_interval is None:
         return None
-    run = together(lambda: _id(settings.save, run) if dist.get_rank() == 0 else "")
+    run = refuse_together(lambda: _id(settings.save, run) if dist.get_rank() == 0 else "")
     agreed: list[Any] = [(run, uuid.uuid4().hex, *_distances(settings))]  # nodes may have different numbers of ranks
     dist.broadcast_object_list(agreed)
     run, start, distances, notes = agreed[0]
     config.notes += notes
-    folder = together(lambda: _folder(settings, run))
+    folder = refuse_together(lambda: _folder(settings, run))
     group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes))
     grid = f"{grid}, ZeRO {config.parallel.zero_stage}"
     about = {"run": run, "start": start, "grid": grid, "settings": _layout_settings(config)}

@@ -29,7 +29,7 @@ from megatron.training.checkpoint.rank_file import packed
 from megatron.training.checkpoint.read_torch_dist import EXTRA_STATE, check_engine_states
 from megatron.training.checkpoint.run_state import load_schedule, random_state, set_random_state
 from megatron.training.checkpoint.sharded_state import make_states, parts_of
-from megatron.training.refusal import Refusal, together
+from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config
 
 OBJECTS = "objects"
@@ -69,7 +69,7 @@ class TrainingState:
         make_states(self.optimizer)
         group = get_data_parallel_group(with_context_parallel=True)
         with safe_open(path, "pt") as file:
-            together(lambda: self._check(file, path))
+            refuse_together(lambda: self._check(file, path))
             for part in self._kept():
                 part.tensor.copy_(file.get_tensor(part.name))
             named = path.resolve()  # for messages, because ``path`` contains a descriptor

@@ -29,7 +29,7 @@ from megatron.training.checkpoint.megatron_lm.megatron_args import (
 )
 from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Saved, Source, weights_in, without_layer
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
-from megatron.training.refusal import Refusal, some, together
+from megatron.training.refusal import Refusal, refuse_together, some
 from megatron.training.settings.config import Config
 from megatron.training.settings.models import is_gated
 
@@ -107,7 +107,7 @@ def load(foreign: ForeignCheckpoint, state: dict[str, Any], left: str = "") -> d
     Raises:
         Refusal: a tensor is missing, has another shape, or is in a form that cannot be read.
     """
-    loaded, requested = together(lambda: _read(foreign, state))
+    loaded, requested = refuse_together(lambda: _read(foreign, state))
     _check_all_requested(foreign, requested | {left})
     return loaded
 
