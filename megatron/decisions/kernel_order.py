@@ -16,6 +16,7 @@ The order comes from published measurements; our own should replace them:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 
 # Every attention kernel: its name in --attention-kernel and machine files, and its class in
 # context_parallel/attention/kernels/. A new kernel is a file there and a line here; `auto` takes it before `math`.
@@ -46,7 +47,7 @@ def preferred(
     capability: tuple[int, int] | None,
     *,
     flash_attn: int | None = None,
-    tile_rows: float | None = None,
+    tile_rows: float = inf,
     crossover: Mapping[str, float] | None = None,
 ) -> tuple[str, ...]:
     """Names of kernels, best first, whether or not they can run; slow kernels with all features come last.
@@ -56,7 +57,7 @@ def preferred(
     Args:
         capability: of the GPU; None: a CPU.
         flash_attn: version of flash-attn that would run on it; None: not installed.
-        tile_rows: rows of a typical tile, where the mask gives several; None: the mask is causal or full.
+        tile_rows: rows of a typical tile (layout/masks.py); infinity: the mask is causal or full, and tiles are large.
         crossover: measured rows of a tile from which a kernel is faster than Triton's, instead of CROSSOVER.
     """
     major = capability[0] if capability else None
@@ -68,12 +69,12 @@ def preferred(
         fused = ["flash_attn", "flash", "cudnn"]
     if capability is None:
         order = ["cpu", "triton", "math", "flash_attn", "cudnn", "flash"]
-    elif tile_rows is None:
+    elif tile_rows == inf:
         order = [*fused, "triton", "cpu", "math"]
     else:
         limits = dict(CROSSOVER)
         if major in HOPPER or major in BLACKWELL:  # Triton's kernel uses their instructions, FlashAttention-2 does not
-            limits |= dict.fromkeys(["flash"] if flash_attn == 3 else ["flash", "flash_attn"], float("inf"))
+            limits |= dict.fromkeys(["flash"] if flash_attn == 3 else ["flash", "flash_attn"], inf)
         limits |= crossover or {}
         first = [name for name in fused if tile_rows >= limits[name]]
         later = sorted(set(fused) - set(first), key=lambda name: (name == "cudnn", fused.index(name)))

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -80,9 +81,9 @@ def test_what_a_gpu_would_take(gpu, name, dtype, head, how, chosen):
 @pytest.mark.parametrize(
     "gpu, kernel, rows, chosen",
     [
-        ("H100-80G", "flash_attn", None, "flash_attn"),  # version 3
-        ("B200-192G", "flash_attn", None, "cudnn"),  # version 2 does not use Blackwell's instructions
-        ("H100-80G", "flash", None, "flash"),
+        ("H100-80G", "flash_attn", inf, "flash_attn"),  # version 3
+        ("B200-192G", "flash_attn", inf, "cudnn"),  # version 2 does not use Blackwell's instructions
+        ("H100-80G", "flash", inf, "flash"),
         ("H100-80G", "flash", 1024.0, "triton"),
         ("H100-80G", "flash_attn", 2.0**17, "flash_attn"),
         ("H100-80G", "flash_attn", 1024.0, "triton"),
@@ -122,11 +123,11 @@ def test_a_present_and_a_simulated_gpu_choose_the_same_kernel(monkeypatch, gpu, 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    for rows in (None, 1024.0):
+    for rows in (inf, 1024.0):
         order = kernels.available("cuda", bf16, head, tile_rows=rows)
         real = [name for name in order if name not in ("triton", "flash_attn")]  # these may not be installed
         simulated = machine.choose_attention("auto", bf16, head, tile_rows=rows)
-        assert simulated == ("triton" if rows or real[0] == "math" else real[0])
+        assert simulated == ("triton" if rows < inf or real[0] == "math" else real[0])
 
 
 def test_the_closed_form_prices_what_the_dry_run_does():

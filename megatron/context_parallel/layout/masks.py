@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple, Protocol
 
 import torch
@@ -259,13 +260,12 @@ class Documents(NarrowedMask):
         return same & self.within.allowed(q, k)
 
 
-def tile_rows(mask: Mask) -> float | None:
-    """Rows of a typical tile, by which a kernel is chosen; None: tiles are few and large; 0: tiles are small."""
+def tile_rows(mask: Mask) -> float:
+    """Rows of a typical tile, by which a kernel is chosen; infinity: tiles are few and large."""
     if isinstance(mask, Causal | Full):
-        return None
+        return inf
     if isinstance(mask, Documents):
-        inside = tile_rows(mask.within)
-        return mask.rows if inside is None else min(mask.rows, inside)
+        return min(mask.rows, tile_rows(mask.within))
     return float(max(mask.left, mask.right) + 1) if isinstance(mask, Window) and not mask.global_tokens else 0.0
 
 

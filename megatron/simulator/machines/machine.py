@@ -7,7 +7,7 @@ from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import exp, log
+from math import exp, inf, log
 from typing import TYPE_CHECKING
 
 from megatron.decisions.block_sizes import BlockTable
@@ -184,7 +184,7 @@ class Machine:
         return rate if own else rate * self.kernels.get(kernel, 1.0)
 
     def choose_attention(
-        self, name: str, dtype: torch.dtype, head_dim: int, *, tile_rows: float | None = None, **needs: bool
+        self, name: str, dtype: torch.dtype, head_dim: int, *, tile_rows: float = inf, **needs: bool
     ) -> str:
         """The kernel that ``name`` means on this machine; see `kernels.choose_on`. Raises KernelUnavailable."""
         from megatron.context_parallel.attention.kernels import KernelUnavailable, choose_on
@@ -192,7 +192,7 @@ class Machine:
         options = {"tile_rows": tile_rows, "crossover": self.crossover, **needs}
         if self.attention_kernel == "flash_attn":
             options["flash_attn"] = 3 if self.capability == (9, 0) else 2
-        elif self.attention_kernel != "auto" and name == "auto" and tile_rows is None:
+        elif self.attention_kernel != "auto" and name == "auto" and tile_rows == inf:
             with suppress(KernelUnavailable):
                 return choose_on(self.attention_kernel, self.capability, dtype, head_dim, **options)
         return choose_on(name, self.capability, dtype, head_dim, **options)

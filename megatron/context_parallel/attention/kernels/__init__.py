@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from math import inf
 
 import torch
 
@@ -44,7 +45,7 @@ NEEDS = {
 
 
 def available(
-    device: torch.device | str, dtype: torch.dtype, head_dim: int, *, tile_rows: float | None = None, **needs: bool
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, *, tile_rows: float = inf, **needs: bool
 ) -> list[str]:
     """Names of the kernels that can run on these tensors, best first; ``needs``: some of :data:`NEEDS`."""
     device = torch.device(device)
@@ -59,7 +60,7 @@ def select(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
-    tile_rows: float | None = None,
+    tile_rows: float = inf,
     **needs: bool,
 ) -> Kernel:
     """The kernel named ``name``; ``auto`` takes the first of `available`. ``needs`` are some of :data:`NEEDS`.
@@ -85,7 +86,7 @@ def choose_on(
     head_dim: int,
     *,
     flash_attn: int | None = None,
-    tile_rows: float | None = None,
+    tile_rows: float = inf,
     crossover: Mapping[str, float] | None = None,
     **needs: bool,
 ) -> str:
@@ -122,7 +123,7 @@ def _unavailable(name: str, nothing: str, why: str | None, where: str, usable: l
     return KernelUnavailable(name, f"{reason}; kernels that can run {where}: {', '.join(usable) or 'none'}")
 
 
-def _order(device: torch.device, tile_rows: float | None) -> list[str]:
+def _order(device: torch.device, tile_rows: float) -> list[str]:
     capability = None
     if device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def simulated_kernel(
     device: torch.device | str,
     dtype: torch.dtype,
     head_dim: int,
-    tile_rows: float | None = None,
+    tile_rows: float = inf,
     **needs: bool,
 ) -> Kernel:
     """Like `kernels.select`, for a GPU of ``machine`` that ``device`` simulates. Raises KernelUnavailable."""
