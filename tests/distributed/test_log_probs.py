@@ -309,14 +309,14 @@ CORE = [
 ]
 
 
-def train_by_scores(flags: str, scoring: dict[str, Any], entropy: float = 0.0, steps: int = 1) -> tuple:
+def train_by_scores(flags: str, options: dict[str, Any], entropy: float = 0.0, steps: int = 1) -> tuple:
     """As `run_training`, with the loss -(log-probability + ``entropy`` x entropy) of the tokens that count."""
     from megatron.training import step
     from megatron.training.checkpoint.checkpoint import unwrap
 
     job = make_job(flags)
     for chunk in job.chunks:
-        unwrap(chunk).scoring = scoring
+        unwrap(chunk).scoring, unwrap(chunk).score_options = True, options
 
     def loss(mask: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         total, tokens = -(scores[0] + entropy * scores[-1]).sum(), mask.sum(dtype=torch.float64)
@@ -331,11 +331,11 @@ def train_by_scores(flags: str, scoring: dict[str, Any], entropy: float = 0.0, s
 @pytest.mark.usual(0, 1)
 def test_models_of_core(pool, on_one_process, shared, world, model, grid):
     losses, _, grads = on_one_process(model, True)
-    options = {"temperature": 0.8, "entropy": True}
+    changed = {"temperature": 0.8, "entropy": True}
     key = ("log_probs", model)
-    regular = shared(key, lambda: pool.run(train_by_scores, 1, model, options, 0.1, timeout=120)[0])
-    for scoring, entropy, (expected, expected_grads) in (({}, 0.0, (losses, grads)), (options, 0.1, regular)):
-        results = pool.run(train_by_scores, world, f"{model} {grid}", scoring, entropy, timeout=180)
+    regular = shared(key, lambda: pool.run(train_by_scores, 1, model, changed, 0.1, timeout=120)[0])
+    for options, entropy, (expected, expected_grads) in (({}, 0.0, (losses, grads)), (changed, 0.1, regular)):
+        results = pool.run(train_by_scores, world, f"{model} {grid}", options, entropy, timeout=180)
         assert all(mine == pytest.approx(expected[:1], rel=1e-6) for mine, _ in results)
         compare_gradients([mine for _, mine in results], expected_grads, 1e-5)
 

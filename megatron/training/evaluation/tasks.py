@@ -94,16 +94,16 @@ def _sums(groups: int, groups_of: GroupsOf | None, batch: dict[str, Tensor | Non
 @contextmanager
 def _scoring(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Put the model in evaluation mode, with scores of tokens as its output."""
-    before = [(chunk.training, unwrap(chunk).scoring) for chunk in chunks]
+    before = [(chunk.training, unwrap(chunk).scoring, unwrap(chunk).score_options) for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
-        unwrap(chunk).scoring = {"greedy": True}
+        unwrap(chunk).scoring, unwrap(chunk).score_options = True, {"greedy": True}
     try:
         yield
     finally:
-        for chunk, (training, scoring) in zip(chunks, before):
+        for chunk, (training, scoring, options) in zip(chunks, before):
             chunk.train(training)
-            unwrap(chunk).scoring = scoring
+            unwrap(chunk).scoring, unwrap(chunk).score_options = scoring, options
 
 
 FIRST_BUCKET = 128  # tokens; each further bucket ends at twice the position

@@ -150,7 +150,7 @@ def _build_chunk(
         real_vocab_size=vocab_size,
         tensor=grid.tensor,
         loss_chunks=loss_chunks(config, vocab_size),
-        scoring={} if config.pairs else None,
+        scoring=config.pairs,
         rewards=model.reward_model,
         chunks=chunks,
         settings=settings,

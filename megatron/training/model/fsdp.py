@@ -129,7 +129,7 @@ def shard(chunk: GPTModel, config: Config) -> list[FSDPModule]:
             make_unit(norm, free=free)  # a separate unit, because its gradient needs its weight
         make_unit(chunk.embedding, free=free)
         chunk.embedding.set_unshard_in_backward(False)  # a lookup's gradient does not need the table
-    reads_weight = chunk.loss_chunks or chunk.scoring is not None or config.evaluation.eval_tasks
+    reads_weight = chunk.loss_chunks or chunk.scoring or config.evaluation.eval_tasks
     if not chunk.share_embeddings_and_output_weights and not reads_weight:
         make_unit(chunk.output_layer, free=False)  # its backward pass comes next and needs the weight again
     make_unit(chunk, free=False)

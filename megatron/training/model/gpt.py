@@ -36,7 +36,7 @@ class LongContextGPT(GPTModel):
         real_vocab_size: int,
         tensor: Axis,
         loss_chunks: int | None,
-        scoring: dict[str, Any] | None = None,
+        scoring: bool = False,
         rewards: bool = False,
         chunks: ChunkSettings | None,
         settings: AttentionSettings,
@@ -47,7 +47,7 @@ class LongContextGPT(GPTModel):
         self.settings, self._samples = settings, None
         self.real_vocab_size, self.tensor, self.loss_chunks = real_vocab_size, tensor, loss_chunks
         self.chunks = chunks
-        self.scoring = scoring  # see _postprocess
+        self.scoring, self.score_options = scoring, {}  # see _postprocess
         self.softcap = softcap
         self.ahead: dict[str, Tensor] = {}
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
@@ -147,20 +147,19 @@ class LongContextGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, labels: Tensor | None, **kwargs: Any) -> Tensor:
         """As core's; with ``loss_chunks`` the result is the sum of all losses, weighted by ``loss_mask``.
 
-        With ``scoring``, which are options of :func:`log_probs`, the result is what that function returns for the
-        tokens that ``loss_mask`` keeps, as one tensor [1 to 3, b, s_local]. A reward model gives their rewards, in the
-        same form.
+        With ``scoring`` the result is what :func:`log_probs` with ``score_options`` returns for the tokens that
+        ``loss_mask`` keeps, as one tensor [1 to 3, b, s_local]. A reward model gives their rewards, in the same form.
         """
         if hasattr(self, "reward_head"):
             return self.reward_head(hidden_states, kwargs["loss_mask"].t()).t()[None]
-        if self.mtp_process and self.post_process and self.scoring is None:
+        if self.mtp_process and self.post_process and not self.scoring:
             if labels is None:
                 return self._logits(hidden_states).transpose(0, 1).contiguous()
             if self.training and self.ahead:
                 hidden_states = self._predict_ahead(hidden_states)
             return self._losses(hidden_states, labels, kwargs["loss_mask"])
         kwargs["mtp_in_postprocess"] = False
-        if not self.post_process or labels is None or not (self.loss_chunks or self.scoring is not None):
+        if not self.post_process or labels is None or not (self.loss_chunks or self.scoring):
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **kwargs)
         return self._losses(hidden_states, labels, kwargs["loss_mask"])
 
@@ -189,7 +188,7 @@ class LongContextGPT(GPTModel):
 
     def _losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """See :meth:`_postprocess`; [b, s_local] without chunks."""
-        if not (self.loss_chunks or self.scoring is not None):
+        if not (self.loss_chunks or self.scoring):
             return self.compute_language_model_loss(labels, self._logits(hidden_states))
         tied = self.share_embeddings_and_output_weights and hasattr(self, "embedding")
         weight = _ready_weight(self.embedding.word_embeddings if tied else self.output_layer)
@@ -202,8 +201,8 @@ class LongContextGPT(GPTModel):
             "offload": self.chunks.offload if self.chunks is not None else None,
             "softcap": self.softcap,
         }
-        if self.scoring is not None:
-            scores = log_probs(*inputs, **settings, **self.scoring)
+        if self.scoring:
+            scores = log_probs(*inputs, **settings, **self.score_options)
             return torch.stack([x for x in scores if x is not None]).transpose(1, 2)
         return chunked_linear_cross_entropy(*inputs, **settings)
 
