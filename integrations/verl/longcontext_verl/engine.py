@@ -43,9 +43,9 @@ from verl.workers.engine.utils import (
 
 from longcontext_verl.config import LongContextEngineConfig, refuse
 from megatron.context_parallel.huggingface import Fpdt, parallelize
+from megatron.context_parallel.huggingface.packed_rows import PackedRows
 from megatron.context_parallel.huggingface.parallel import PART
 from megatron.context_parallel.huggingface.rank_batch import IGNORED
-from megatron.context_parallel.huggingface.trl_trainers import Packed
 from megatron.context_parallel.layout.grid import make_grid
 
 Named = Iterator[tuple[str, Tensor]]
@@ -206,7 +206,7 @@ class LongContextEngine(BaseEngine):
             raise ValueError("a training step needs a loss function")
         return loss, {"model_output": detach_tree(scores), "loss": loss.detach().item(), "metrics": metrics}
 
-    def packed(self, micro_batch: TensorDict) -> tuple[Packed, Tensor]:
+    def packed(self, micro_batch: TensorDict) -> tuple[PackedRows, Tensor]:
         """The samples of a micro-batch in one sequence, and the offsets of the samples in it."""
         mode = tu.get_non_tensor_data(data=micro_batch, key="pad_mode", default=DatasetPadMode.NO_PADDING)
         if mode != DatasetPadMode.NO_PADDING:
@@ -215,7 +215,7 @@ class LongContextEngine(BaseEngine):
         if positions.dim() != 2 or "multi_modal_inputs" in micro_batch:
             raise ValueError("the engine longcontext is for texts: images and positions of several kinds are refused")
         batch = {"input_ids": ids.values()[None], "position_ids": positions.values()[None]}
-        return Packed.of(self.context, batch), ids.offsets()
+        return PackedRows.of(self.context.layout, self.context.fpdt, batch, shared=False), ids.offsets()
 
     def scores_of(self, micro_batch: TensorDict) -> dict[str, Tensor]:
         """Jagged ``log_probs``, and ``entropy`` if it is wanted: entry i is of token i + 1, the last of a sample 0."""
@@ -234,7 +234,7 @@ class LongContextEngine(BaseEngine):
         return {name: self._jagged(packed, getattr(scores, name), offsets) for name in names}
 
     @staticmethod
-    def _jagged(packed: Packed, own: Tensor, offsets: Tensor) -> Tensor:
+    def _jagged(packed: PackedRows, own: Tensor, offsets: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(packed.unpacked(own)[0], offsets)
 
     def optimizer_zero_grad(self) -> None:
