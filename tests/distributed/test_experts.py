@@ -87,7 +87,7 @@ def as_core_does(router: Any) -> None:
 def all_tokens(router: Any) -> None:
     """A mistake: masked tokens count too."""
     route = router.forward
-    router.forward = lambda x, places, _: route(x, torch.where(places < 0, ~places, places))
+    router.forward = lambda x, positions, _: route(x, torch.where(positions < 0, ~positions, positions))
 
 
 def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def test_experts_do_not_depend_on_the_grid(pool, reference, world, model, grid):
 def chunk_by_chunk(router: Any) -> None:
     """A mistake: each chunk has its own statistics."""
     route = router.forward
-    router.forward = lambda x, places=None, statistics=None: route(x)
+    router.forward = lambda x, positions=None, statistics=None: route(x)
 
 
 def other_logits_in_the_second_pass(router: Any) -> None:

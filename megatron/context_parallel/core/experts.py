@@ -58,7 +58,7 @@ SUMS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "tokens")  #
 EXPERT = "local_experts"  # part of the names of experts' parameters, before their number on this rank
 
 
-def places(positions_s: Tensor, loss_mask_bs: Tensor) -> Tensor:
+def router_positions(positions_s: Tensor, loss_mask_bs: Tensor) -> Tensor:
     """For the router, int64 [b, s]: each token's position, or ``~position`` if the loss leaves the token out."""
     return torch.where(loss_mask_bs > 0, positions_s, ~positions_s)
 
@@ -120,14 +120,14 @@ class ExpertRouter(Router):
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
-    def count(self, logits: Tensor, places: Tensor | None) -> Statistics:
+    def count(self, logits: Tensor, positions: Tensor | None) -> Statistics:
         """The statistics of a micro-batch, from the logits [s, b, E] of all tokens of this rank; a collective.
 
-        While the layer learns, they are also added to ``seen``. ``places`` [s, b] is made by :func:`places`.
+        While the layer learns, they are also added to ``seen``. ``positions`` [s, b]: see :func:`router_positions`.
         """
         learns = self.training and torch.is_grad_enabled()  # with recompute, only the second pass counts
         rule, (rows, samples, experts) = self.rule, logits.shape
-        counted = logits.new_ones((rows, samples)) if places is None else (places >= 0).to(logits.dtype)
+        counted = logits.new_ones((rows, samples)) if positions is None else (positions >= 0).to(logits.dtype)
         kept, totals, indices = None, {}, None
         with torch.no_grad():
             logits_nE, counted_n = logits.flatten(0, 1), counted.flatten()
@@ -137,8 +137,8 @@ class ExpertRouter(Router):
             if rule.capacity_factor is not None or learns:
                 weights_nE, chosen_nE = choose(logits_nE, rule, bias, indices)
             if rule.capacity_factor is not None:
-                place_n = None if places is None else places.flatten()
-                kept_nE = self._within_capacity(weights_nE, chosen_nE, place_n, samples)
+                positions_n = None if positions is None else positions.flatten()
+                kept_nE = self._within_capacity(weights_nE, chosen_nE, positions_n, samples)
                 kept, chosen_nE = kept_nE.view(rows, samples, experts), chosen_nE & kept_nE
             if learns:
                 sums = dict.fromkeys(SUMS, logits.new_zeros(()))
@@ -170,15 +170,15 @@ class ExpertRouter(Router):
         return weights_nE, chosen_nE
 
     def forward(
-        self, input: Tensor, places: Tensor | None = None, statistics: Statistics | None = None
+        self, input: Tensor, positions: Tensor | None = None, statistics: Statistics | None = None
     ) -> tuple[Tensor, Tensor]:
         """[s, b, h] of this rank -> (weights [n, E], chosen [n, E]).
 
         Args:
-            statistics: of these tokens, if they are only a part of this rank's; then ``places`` is not read.
+            statistics: of these tokens, if they are only a part of this rank's; then ``positions`` is not read.
         """
         logits = self.gating(input)
-        return self.routing(logits, self.count(logits, places) if statistics is None else statistics)
+        return self.routing(logits, self.count(logits, positions) if statistics is None else statistics)
 
     def _balancing(self, samples: int) -> dict[str, tuple[float, int]]:
         """The load-balancing losses in use: coefficient, and number of parts of a micro-batch that have their own."""
@@ -219,13 +219,15 @@ class ExpertRouter(Router):
         """The part of these tokens in a load-balancing loss."""
         return balancing_loss(probability_sums(logits_nE, self.rule, counted_n, parts), *totals, self.rule.topk)
 
-    def _within_capacity(self, weights_nE: Tensor, chosen_nE: Tensor, place_n: Tensor | None, samples: int) -> Tensor:
+    def _within_capacity(
+        self, weights_nE: Tensor, chosen_nE: Tensor, positions_n: Tensor | None, samples: int
+    ) -> Tensor:
         """Which choices of this rank's tokens the experts keep, decided among all tokens of the micro-batch."""
         rows, size = weights_nE.size(0), self.tp_cp_group.size()
-        if place_n is None:
-            place_n = torch.arange(rows // samples, device=weights_nE.device).repeat_interleave(samples)
-        position_n = torch.where(place_n < 0, ~place_n, place_n)
-        order_n = position_n * samples + torch.arange(rows, device=weights_nE.device) % samples
+        if positions_n is None:
+            positions_n = torch.arange(rows // samples, device=weights_nE.device).repeat_interleave(samples)
+        positions_n = torch.where(positions_n < 0, ~positions_n, positions_n)
+        order_n = positions_n * samples + torch.arange(rows, device=weights_nE.device) % samples
         most = min(capacity(rows * size, self.num_experts, self.rule), rows * size)
         if size == 1:
             return within_capacity(weights_nE, chosen_nE, order_n, most, self.rule.drop_policy)
@@ -401,7 +403,7 @@ class Experts(MoELayer):
         """[s, b, h] -> [s, b, h] and no bias.
 
         Args:
-            padding_mask: not core's mask but a result of :func:`places`.
+            padding_mask: not core's mask but a result of :func:`router_positions`.
             statistics: of these tokens, if they are only a part of this rank's.
         """
         shared = self.shared_experts_compute(hidden_states)

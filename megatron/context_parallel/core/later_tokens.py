@@ -31,7 +31,7 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
     """One more transformer layer, from hidden states and the embeddings of tokens further on."""
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, samples: Tensor | None, places: Tensor | None, embedding: nn.Module
+        self, tokens: Tensor, hidden: Tensor, samples: Tensor | None, positions: Tensor | None, embedding: nn.Module
     ) -> Tensor:
         """Normalized hidden states [s_local, b, h].
 
@@ -39,17 +39,17 @@ class LaterTokenLayer(MultiTokenPredictionLayer):
             tokens: [b, s_local], shifted.
             hidden: [s_local, b, h] (TP-sp: [s_local / TP, b, h]), of the model or of the previous such layer.
             samples: the batch's tensor of samples and documents.
-            places: see :func:`~megatron.context_parallel.core.experts.places`; of the tokens that this layer's loss
-                counts. Only experts read it.
+            positions: see :func:`~megatron.context_parallel.core.experts.router_positions`; of the tokens that this
+                layer's loss counts. Only experts read it.
         """
-        inputs: tuple[Any, ...] = (hidden, embedding(input_ids=tokens, position_ids=None), samples, places)
+        inputs: tuple[Any, ...] = (hidden, embedding(input_ids=tokens, position_ids=None), samples, positions)
         if self.config.recompute_granularity == "full" and self.training:
             return tensor_parallel.checkpoint(self._layer, False, *inputs)
         return self._layer(*inputs)
 
-    def _layer(self, hidden: Tensor, embedded: Tensor, samples: Tensor | None, places: Tensor | None) -> Tensor:
-        """As core's, which has no argument for ``places``."""
-        with_experts = {} if places is None else {"padding_mask": places}
+    def _layer(self, hidden: Tensor, embedded: Tensor, samples: Tensor | None, positions: Tensor | None) -> Tensor:
+        """As core's, which has no argument for ``positions``."""
+        with_experts = {} if positions is None else {"padding_mask": positions}
         hidden, _ = inner_layer(self)(self._concat_embeddings(hidden, embedded), samples, **with_experts)
         return self._postprocess(hidden)
 

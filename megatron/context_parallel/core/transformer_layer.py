@@ -354,16 +354,17 @@ class ChunkedTransformerLayer(LongContextLayer):
         return self._ffn_in_chunks(hidden_states, self.dropout, padding_mask)
 
     def _ffn_in_chunks(
-        self, x: Tensor, dropout: HiddenDropout | None, places: Tensor | None, offload: Offload | None = None
+        self, x: Tensor, dropout: HiddenDropout | None, positions: Tensor | None, offload: Offload | None = None
     ) -> Tensor:
         """The FFN in spans of rows. Experts first get the statistics of all rows, so x is read twice.
 
         Args:
-            places: of the tokens [b, s], see :func:`~megatron.context_parallel.core.experts.places`.
+            positions: of the tokens [b, s], see :func:`~megatron.context_parallel.core.experts.router_positions`.
         """
         spans, statistics = even_spans(x.size(0), self.chunks.ffn_chunks), None
         if self.is_moe_layer:
-            statistics = self.mlp.router.count(self._logits(x, spans, offload), None if places is None else places.t())
+            positions = None if positions is None else positions.t()
+            statistics = self.mlp.router.count(self._logits(x, spans, offload), positions)
         ffn = partial(self._ffn, dropout, statistics)
         return apply_in_chunks(ffn, x, self._ffn_parameters(), spans, offload=offload)
 

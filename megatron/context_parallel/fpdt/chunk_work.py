@@ -51,11 +51,11 @@ class LayerFunctions:
     def __call__(self, x: Tensor) -> Tensor:
         """[s_local, b, h] -> [s_local, b, h]."""
         refuse_transforms(type(self).__name__)
-        saving = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
-        return _Chunked.apply(x, self, saving, *self.learned)
+        backward_follows = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.learned))
+        return _Chunked.apply(x, self, backward_follows, *self.learned)
 
     def start(self, x: Tensor, *, saving: bool) -> Pass:
-        """A pass over the chunks of x; ``saving``: a backward pass follows."""
+        """A pass over the chunks of x; ``saving``: its tensors are kept for a backward pass."""
         raise NotImplementedError
 
     def hidden_states(self, x: Tensor) -> HiddenStates:
@@ -93,11 +93,11 @@ class Pass(Protocol):
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: LayerFunctions, training: bool, *parameters: Tensor) -> Tensor:
-        run, y = layer.start(x, saving=training and not layer.recompute), layer.hidden_states(x)
+    def forward(ctx: Any, x: Tensor, layer: LayerFunctions, backward_follows: bool, *parameters: Tensor) -> Tensor:
+        run, y = layer.start(x, saving=backward_follows and not layer.recompute), layer.hidden_states(x)
         with run.work.autocast():
             run.forward(y)
-        if training:
+        if backward_follows:
             run.x = None  # saved by save_for_backward, so that hooks see it
             ctx.layer, ctx.autocast, ctx.random = layer, run.work.autocast, run.work.random
             ctx.save_for_backward(x, keep(None if layer.recompute else run))

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor, nn
 
-from megatron.context_parallel.core.experts import places
+from megatron.context_parallel.core.experts import router_positions
 from megatron.context_parallel.core.gpt_dropout import EMBEDDING, HiddenDropout
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
@@ -74,7 +74,7 @@ class LongContextGPT(GPTModel):
         """
         self._samples, self.ahead = attention_mask, ahead or {}
         if self.config.num_moe_experts:
-            kwargs["padding_mask"] = self._places(kwargs.get("loss_mask"))
+            kwargs["padding_mask"] = self._router_positions(kwargs.get("loss_mask"))
         return super().forward(input_ids, position_ids, attention_mask, **kwargs)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -86,15 +86,15 @@ class LongContextGPT(GPTModel):
             apply_prefix_mapping(state, {"decoder.final_layernorm.": "decoder.final_norm."})
         return state
 
-    def _places(self, loss_mask: Tensor | None) -> Tensor | None:
-        """:func:`experts.places` [b, s] of the tokens in this rank's layers (a part under TP-sp); None without a mask.
+    def _router_positions(self, loss_mask: Tensor | None) -> Tensor | None:
+        """:func:`experts.router_positions` [b, s] of this rank's tokens (a part under TP-sp); None without a mask.
 
         Core passes it to its mixtures of experts in the place of a padding mask.
         """
         if loss_mask is None:
             return None
         layout = self.settings.layout_of(samples_of(self._samples))
-        result = places(layout.positions.to(loss_mask.device), loss_mask)
+        result = router_positions(layout.positions.to(loss_mask.device), loss_mask)
         return result.chunk(self.tensor.size, dim=1)[self.tensor.rank] if self.config.sequence_parallel else result
 
     def _preprocess(
@@ -102,7 +102,7 @@ class LongContextGPT(GPTModel):
     ) -> tuple:
         """As core's, with our dropout; streamed hidden states are embedded chunk by chunk into host memory."""
         *whole, _ = self._embedded(input_ids, position_ids, **kwargs)
-        return *whole, padding_mask  # `_places` has split it over TP; core would do so on the first stage only
+        return *whole, padding_mask  # already split over TP, which core would do on the first stage only
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple:
         if not self.pre_process:
@@ -173,8 +173,8 @@ class LongContextGPT(GPTModel):
         if self.ahead_sums is None:
             self.ahead_sums = torch.zeros((len(layers), 2), dtype=torch.float64, device=hidden.device)
         for layer, tokens, labels, mask, sums in zip(layers, *self.ahead.values(), self.ahead_sums):
-            places = self._places(mask) if self.config.num_moe_experts else None
-            state = layer(tokens, state, self._samples, places, self.embedding)
+            positions = self._router_positions(mask) if self.config.num_moe_experts else None
+            state = layer(tokens, state, self._samples, positions, self.embedding)
             losses = self._losses(state, labels, mask)
             loss = (losses * mask).sum() if losses.dim() else losses
             sums += torch.stack((loss.detach().double(), mask.sum(dtype=torch.float64)))
