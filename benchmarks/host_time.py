@@ -29,11 +29,11 @@ from megatron.context_parallel.fpdt import by_keys, by_queries, chunked_layer
 from megatron.context_parallel.fpdt.host_store import Offload
 from megatron.context_parallel.layout.documents import balance_documents
 from megatron.context_parallel.layout.masks import Mask
-from megatron.training.model.batch_plans import BatchPlans, Numbers
+from megatron.training.model.batch_plans import BatchPlans, PlanTables, TritonCalls
 
 LENGTH, DEALT, RING = 2**17, 2**20, 16
 RECEIVED = "1,000 documents, prepared"
-KIND = (2, 128, None)  # bytes of a number, size of a head, no GPU
+CALLS = TritonCalls(2, 128, None)  # bytes of a number, size of a head, no GPU
 
 
 def milliseconds(work: Callable[[], object]) -> float:
@@ -64,8 +64,8 @@ def layers() -> None:
         times: list[tuple[float, float]] = []
         received: dict[Mask, AttentionPlan] = {}
         if name == RECEIVED:
-            plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), kind=KIND)
-            made: list[list[Numbers]] = []
+            plans = BatchPlans(layout, (cp.Causal(),), torch.device("meta"), triton=CALLS)
+            made: list[list[PlanTables]] = []
             work = milliseconds(lambda plans=plans, made=made: made.append(plans.make(torch.tensor([ends]))))
             receive = partial(plans.receive, torch.tensor([ends]), made[0])
             took = milliseconds(lambda receive=receive, received=received: received.update(receive()))

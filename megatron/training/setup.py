@@ -28,7 +28,7 @@ from megatron.training.arguments.validate import transformer_engine_installed
 from megatron.training.arguments.validate.check_memory import attention_chunks
 from megatron.training.arguments.validate.check_model import varies_by_batch
 from megatron.training.model.attention_rule import layer_masks, measured_blocks
-from megatron.training.model.batch_plans import BatchPlans, triton_kind
+from megatron.training.model.batch_plans import BatchPlans, triton_calls
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config
@@ -248,7 +248,7 @@ def batch_plans(config: Config, runtime: Runtime) -> BatchPlans | None:
     """Makes the attention plans of the batches where they differ by their documents; None elsewhere."""
     if not config.data.reset_attention_mask or runtime.platform.simulated:
         return None
-    model, kind = config.model, None
+    model, triton = config.model, None
     if config.attention.attention_kernel in ("auto", "triton"):
         present = {
             "alibi": model.position_embedding_type == "alibi",
@@ -260,10 +260,10 @@ def batch_plans(config: Config, runtime: Runtime) -> BatchPlans | None:
             head = max(model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim)
         features = [name for name, has in present.items() if has]
         measured, _ = measured_blocks(config.attention.attention_block_sizes)
-        kind = triton_kind(runtime.device, compute_dtype(config), head, features, measured)
+        triton = triton_calls(runtime.device, compute_dtype(config), head, features, measured)
     masks = tuple(mask for mask in dict.fromkeys(layer_masks(config)) if not mask.pairwise)
     gathers = config.parallel.cp_comm_type == ["all_gather"]
-    return BatchPlans(runtime.layout, masks, runtime.device, gathers, kind)
+    return BatchPlans(runtime.layout, masks, runtime.device, gathers, triton)
 
 
 def _expert_groups(config: Config) -> dict[str, int | None] | None:

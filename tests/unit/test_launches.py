@@ -28,7 +28,7 @@ from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile
 from megatron.training.data.batches import micro_batches
 from megatron.training.data.read_tokens import DataError
-from megatron.training.model.batch_plans import BatchPlans, complete, walks
+from megatron.training.model.batch_plans import BatchPlans, TritonCalls, complete, walks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -188,7 +188,7 @@ def read(plans, workers, micro_batch=2):
 
 
 CPU, MASKS = torch.device("cpu"), (cp.Causal(), cp.Window(100))
-KIND = (2, 64, None)
+CALLS = TritonCalls(2, 64, None)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -196,13 +196,13 @@ KIND = (2, 64, None)
 def test_a_loader_process_makes_the_plan_that_layers_would_derive(derived, ring, balance, chunks):
     grid = abstract_grid(ulysses=2, ring=ring).at(ulysses=1, ring=ring - 1)
     layout = cp.SequenceLayout(512, grid, balance, chunks)
-    batches = read(BatchPlans(layout, MASKS, CPU, kind=KIND), workers=1)
+    batches = read(BatchPlans(layout, MASKS, CPU, triton=CALLS), workers=1)
     for batch in batches:
         rows = document_rows(batch["document_ends"])
         of_batch = layout.of_documents(rows[0])
         for mask in (cp.Documents(row, inside) for row in rows for inside in MASKS):
             plan, fresh = batch["plans"][mask], AttentionPlan(replace(of_batch, chunks=chunks), mask)
-            found = [(tiles, sizes) for tiles in complete(plan) if tiles for sizes in walks(tiles, *KIND)]
+            found = [(tiles, sizes) for tiles in complete(plan) if tiles for sizes in walks(tiles, CALLS)]
             for tiles, sizes in found:
                 walk(tiles, sizes, CPU)
             _ = of_batch.positions
@@ -210,7 +210,7 @@ def test_a_loader_process_makes_the_plan_that_layers_would_derive(derived, ring,
             again = complete(fresh)
             assert again == complete(plan) and derived
             assert {key: value for key, value in fresh.memo.items() if key[0][0] != "_"} == plan.memo
-            others = (t for t in again if t for _ in walks(t, *KIND))
+            others = (t for t in again if t for _ in walks(t, CALLS))
             for (tiles, sizes), other in zip(found, others, strict=True):
                 one, two = walk(tiles, sizes, CPU), walk(other, sizes, CPU)
                 assert one.blocks.equal(two.blocks) and one.ranges.equal(two.ranges) and one.pairs == two.pairs
@@ -229,7 +229,7 @@ def test_layers_derive_nothing_for_a_batch_of_documents(launches, derived, monke
         out = attention_by_rule(*qkv, layout=layout, rule=rule, masks=masks, plans=plans)
         out.backward(torch.empty_like(out))
 
-    batches = read(BatchPlans(layout, (cp.Causal(),), torch.device("meta"), kind=KIND), workers)
+    batches = read(BatchPlans(layout, (cp.Causal(),), torch.device("meta"), triton=CALLS), workers)
     for _ in range(2):
         batches.prepare()
         derived.clear()  # without processes, prepare derives the plans

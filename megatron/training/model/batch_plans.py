@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,22 @@ class PlanTables:
     shared: dict[tuple, Any]
 
 
+class TritonCalls(NamedTuple):
+    """What the block sizes of Triton's kernels depend on in all calls of a run, masks apart.
+
+    Attributes:
+        itemsize, head, capability, features, measured: as for `decisions.block_sizes.blocks`.
+        deterministic: as for `decisions.block_sizes.passes`.
+    """
+
+    itemsize: int
+    head: int
+    capability: int | None
+    features: Sequence[str] = ()
+    measured: BlockTable | None = None
+    deterministic: bool = False
+
+
 @dataclass(frozen=True)
 class BatchPlans:
     """Makes and receives the plans of batches.
@@ -57,14 +73,14 @@ class BatchPlans:
         masks: the masks inside a document of the model's layers. A layer with another mask derives its own plan.
         device: of the kernels.
         gather_keys: whether layers all-gather the keys.
-        kind: of Triton's kernels, the arguments of `walks`; None: layers use others.
+        triton: the calls of Triton's kernels; None: layers use others.
     """
 
     layout: SequenceLayout
     masks: tuple[Mask, ...]
     device: torch.device
     gather_keys: bool = False
-    kind: tuple | None = None
+    triton: TritonCalls | None = None
 
     def make(self, ends: Tensor) -> list[PlanTables]:
         """The numbers of a batch's plans, from its ``document_ends`` [b, n]; needs no GPU and no process group."""
@@ -76,7 +92,7 @@ class BatchPlans:
     def _made(self, layout: SequenceLayout, mask: Mask) -> PlanTables:
         plan = AttentionPlan(layout, mask)
         for tiles in complete(plan, self.gather_keys):
-            for sizes in walks(tiles, *self.kind) if tiles and self.kind else ():
+            for sizes in walks(tiles, self.triton) if tiles and self.triton else ():
                 walk_numbers(tiles, sizes)
         balanced_spans = layout.balanced_spans if layout.balance == "documents" else ()
         memo = {key: value for key, value in plan.memo.items() if not key[0].startswith("_")}
@@ -123,27 +139,19 @@ def _copied(walks: dict[tuple, tuple[np.ndarray, np.ndarray, int]], device: torc
     return {(*key, device): Walk(*views[2 * i : 2 * i + 2], walks[key][2]) for i, key in enumerate(walks)}
 
 
-def walks(
-    tiles: Tiles,
-    itemsize: int,
-    head: int,
-    capability: int | None,
-    features: Sequence[str] = (),
-    measured: BlockTable | None = None,
-    deterministic: bool = False,
-) -> set[Sizes]:
-    """How each kernel walks over these tiles; arguments as for `decisions.block_sizes.blocks` and `passes`."""
-    kernels = passes(itemsize, head, measured, deterministic=deterministic)
-    each = ((which, chosen(which, tiles, itemsize, head, capability, features, measured)) for which in kernels)
+def walks(tiles: Tiles, calls: TritonCalls) -> set[Sizes]:
+    """How each kernel walks over these tiles."""
+    kernels = passes(calls.itemsize, calls.head, calls.measured, deterministic=calls.deterministic)
+    each = ((which, chosen(which, tiles, *calls[:-1])) for which in kernels)
     return {walk_sizes(*one, count(tiles.q_spans), count(tiles.k_spans)) for one in each}
 
 
-def triton_kind(
+def triton_calls(
     device: torch.device, dtype: torch.dtype, head_dim: int, features: list[str], measured: BlockTable | None
-) -> tuple | None:
-    """`BatchPlans.kind` for calls with these ``features`` of decisions/block_sizes.py, masks apart."""
+) -> TritonCalls | None:
+    """Calls with these ``features`` of decisions/block_sizes.py; None if Triton's kernels cannot run."""
     if TritonKernel().why_not(device=device, dtype=dtype, head_dim=head_dim) is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return dtype.itemsize, head_dim, 10 * major + minor or None, tuple(features), measured, deterministic
+    return TritonCalls(dtype.itemsize, head_dim, 10 * major + minor or None, tuple(features), measured, deterministic)
