@@ -47,7 +47,8 @@ def usp() -> list[Row]:
 BARS = {  # largest permitted mean errors in percent
     "USP, tables 5 to 7": (2.8, lambda: training_rows(clock("usp-a800", measure=False))),
     "USP, table 4": (3.3, lambda: attention_rows(cluster("usp-a100"), "8xA100_nvlink")),
-    "USP, table 3": (3.6, lambda: attention_rows(cluster("usp-l20"), "8xL20_pcie")),
+    # 3.6 until merges of outputs cost other programs what they cost: their bytes were scaled twice.
+    "USP, table 3": (3.7, lambda: attention_rows(cluster("usp-l20"), "8xL20_pcie")),
     # 5.4 until Adam clipped as it read: the published program clips by a pass of its own, ours is predicted without.
     "USP, figure 5": (5.5, lambda: figure_5_rows(clock("usp-a800", measure=False))),
     "Ulysses, tables 2 and 3": (3.1, lambda: scaling_rows(clock("ulysses-a100", measure=False), (2, 3))),
