@@ -129,7 +129,7 @@ def parts() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29818"}
     config = parse([*RUN, *ONE_GB, "--global-batch-size", "1"], LLAMA_DEFAULTS, 1)
     job = prepare(config, start(config))
-    batches, state = batches_for(job, job.datasets[0], 0, 0), (job.chunks, job.optimizer, job.schedule)
+    batches, state = batches_for(job, job.datasets[0], 0, 0), (job.model_chunks, job.optimizer, job.schedule)
     for _ in range(2):
         timed("step", lambda: train_step(job.runtime, *state, batches, config, 1))
     copies = HostCopies(streams_of(job.runtime.device))
@@ -166,7 +166,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
     batches = batches_for(job, job.datasets[0], 0, 0)
     stopper, lines = Stopper(job.runtime.device, None), []
     saver = Saver(job, SimpleNamespace(say=lines.append))
-    state = (job.chunks, job.optimizer, job.schedule, config)
+    state = (job.model_chunks, job.optimizer, job.schedule, config)
 
     def train(count: int) -> float:
         begin = time.perf_counter()
@@ -213,7 +213,7 @@ def work(writer: str, folder: str, flags: list[str], steps: int, answer: Path) -
         assert checksums.damage(path) is None
         check = time.perf_counter() - begin
         size = sum(file.stat().st_size for file in path.iterdir())
-        parameters = sum(parameter.numel() for chunk in job.chunks for parameter in chunk.parameters())
+        parameters = sum(parameter.numel() for chunk in job.model_chunks for parameter in chunk.parameters())
         figures = {"saves": saves, "load": load, "check": check, "bytes": size, "parameters": parameters, "step": alone}
         answer.write_text(json.dumps(figures))
     dist.barrier()
@@ -230,7 +230,7 @@ def core_save(checkpoint: Any, folder: str, job: Any) -> None:
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
-    state = checkpoint._state(job.chunks, job.optimizer, job.schedule, job.progress, job.config, loading=False)
+    state = checkpoint._state(job.model_chunks, job.optimizer, job.schedule, job.progress, job.config, loading=False)
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
     dist_checkpointing.save(state, str(path), strategy, content_metadata=dict(checkpoint.METADATA))
 

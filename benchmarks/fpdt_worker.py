@@ -30,7 +30,7 @@ def serve(words: list[str], requests: Iterable[str], answer: Callable[[dict], No
     try:
         job = prepare(config, runtime)
         batches = batches_for(job, job.datasets[0], 0, 0)
-        job.chunks[0].train()
+        job.model_chunks[0].train()
         for request in requests:
             answer({"step": step, "meter": metered_step, "profile": profiled_step}[request](job, batches))
     finally:
@@ -80,6 +80,6 @@ def profiled_step(job: Job, batches: Any) -> dict:
 
 
 def _train(job: Job, batches: Any) -> None:
-    train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+    train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
     if job.runtime.device.type == "cuda":
         torch.cuda.synchronize(job.runtime.device)

@@ -96,7 +96,7 @@ def measure(argv: list[str]) -> dict[str, int]:
             return True  # skip it
 
         job.optimizer.prepare_grads = instead_of_an_update
-        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
+        train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, config, 1)
     return figures
 
 

@@ -37,7 +37,7 @@ def write(who: str, folder: str, flags: str = "") -> dict[str, Any]:
 
     job = make_job(f"{FLAGS} --zero-stage 1 {flags}")
     train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return {"digest": _digest_of(job), "losses": train_job(job, 3)[0]}
 
 
@@ -60,7 +60,7 @@ def _digest_of(job: Any) -> str | None:
 
     if job.config.parallel.zero_stage != 1:
         return None
-    return digest([unwrap(chunk) for chunk in job.chunks], job.optimizer)
+    return digest([unwrap(chunk) for chunk in job.model_chunks], job.optimizer)
 
 
 def digest(chunks: list[Any], optimizer: Any) -> str:

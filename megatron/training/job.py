@@ -64,7 +64,7 @@ class Job:
 
     config: Config
     runtime: Runtime
-    chunks: list[nn.Module]
+    model_chunks: list[nn.Module]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler | None
     progress: Progress
@@ -137,16 +137,16 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         check_held_out(plan, datasets[1], runtime.device)
     named = named_datasets(config, tokenizer, wanted, runtime.reads_data, datasets)
     model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
-    chunks = wrap_for_data_parallelism(model, config)
-    optimizer = build_optimizer(chunks, config)
+    model_chunks = wrap_for_data_parallelism(model, config)
+    optimizer = build_optimizer(model_chunks, config)
     schedule = None if config.run.skip_train else build_schedule(optimizer, config)
     progress = Progress()
     if in_memory:
-        TrainingState(chunks, optimizer, schedule, config).load(in_memory.path)
+        TrainingState(model_chunks, optimizer, schedule, config).load(in_memory.path)
         progress = in_memory.progress
         config.notes.append(f"{in_memory.line}; the disk has {f'iteration {on_disk}' if latest else 'no checkpoint'}")
     elif path:
-        progress = checkpoint.load(path, chunks, optimizer, schedule, config)
+        progress = checkpoint.load(path, model_chunks, optimizer, schedule, config)
         config.notes.append(f"loaded {path}, going on after iteration {progress.iteration}")
         if reset:
             progress = from_zero(schedule, config)
@@ -157,7 +157,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     return Job(
         config=config,
         runtime=runtime,
-        chunks=chunks,
+        model_chunks=model_chunks,
         optimizer=optimizer,
         schedule=schedule,
         progress=progress,
@@ -171,7 +171,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
         on_disk=on_disk if in_memory else None,
         eval_plan=plan,
         owner=owner,
-        objective=pair_objective(config, runtime, chunks, vocab_size, progress.iteration),
+        objective=pair_objective(config, runtime, model_chunks, vocab_size, progress.iteration),
     )
 
 
@@ -301,7 +301,7 @@ def batches_for(job: Job, dataset: Dataset | None, consumed: int, workers: int) 
             spans=None if runtime.by_documents else spans_to_read(runtime.layout, runtime.ahead),
         )
 
-    return [iterator() for _ in job.chunks] if len(job.chunks) > 1 else iterator()
+    return [iterator() for _ in job.model_chunks] if len(job.model_chunks) > 1 else iterator()
 
 
 def spans_to_read(layout: SequenceLayout, ahead: int) -> Spans | None:
@@ -316,7 +316,7 @@ def spans_to_read(layout: SequenceLayout, ahead: int) -> Spans | None:
 def describe(job: Job) -> Iterator[str]:
     """Lines about the job, for the console before training."""
     config, runtime = job.config, job.runtime
-    sizes = [(p.numel(), p.requires_grad) for chunk in job.chunks for p in chunk.parameters()]
+    sizes = [(p.numel(), p.requires_grad) for chunk in job.model_chunks for p in chunk.parameters()]
     parameters = f"{sum(size for size, _ in sizes):,} parameters"
     if config.model.lora_rank:
         parameters += f" ({sum(size for size, trained in sizes if trained):,} of them trained, LoRA)"
@@ -339,9 +339,9 @@ def describe(job: Job) -> Iterator[str]:
 @torch.no_grad()
 def params_norm(job: Job) -> float:
     """L2 norm of all parameters of the model, each counted once. All ranks call it."""
-    checkpoint.gather_parameters(job.chunks, job.config)
+    checkpoint.gather_parameters(job.model_chunks, job.config)
     total, partitioned = torch.zeros((2,), dtype=torch.float64, device=job.runtime.device).unbind()
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for parameter in chunk.parameters():
             whole = getattr(parameter, "allreduce", True)
             group = get_tensor_model_parallel_group() if whole else get_expert_tensor_parallel_group()

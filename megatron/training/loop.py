@@ -59,7 +59,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
     log, memory, bad_batches = StepLog(job, reporter), StepMemory(job, reporter), BadBatches(job, reporter)
     evaluation = Evaluation(job, reporter)
     features = [bad_batches, *_features(job, reporter), memory]
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk.train()
     while progress.iteration < job.iterations and not stopper.stopped:
         step = _next_step(job)
@@ -74,7 +74,7 @@ def _train(job: Job, reporter: Reporter, stopper: Stopper, saver: Saver) -> None
         with memory.measure(step.iteration) as mark:
             step.result = train_step(
                 job.runtime,
-                job.chunks,
+                job.model_chunks,
                 job.optimizer,
                 job.schedule,
                 batches,

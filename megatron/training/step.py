@@ -133,7 +133,7 @@ def _measured(measure: Measure, batch: dict[str, Tensor | None], output: Tensor)
 
 def train_step(
     runtime: Runtime,
-    chunks: Sequence[nn.Module],
+    model_chunks: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
     batches: Batches | list[Batches],
@@ -153,21 +153,21 @@ def train_step(
     """
     watch = watch or Watch(config)
     mark = with_profiler_ranges(mark)
-    for chunk in chunks:
+    for chunk in model_chunks:
         chunk.zero_grad_buffer()
         if config.attention.keep_attention:
             forget_kept(chunk)
     optimizer.zero_grad()
     step = partial(forward_step, runtime, mark=mark, length=length, objective=objective)
-    batches = with_reference(runtime, chunks, batches, config, num_microbatches, objective)
-    reports = run_schedule(step, chunks, batches, config, num_microbatches, forward_only=False)
+    batches = with_reference(runtime, model_chunks, batches, config, num_microbatches, objective)
+    reports = run_schedule(step, model_chunks, batches, config, num_microbatches, forward_only=False)
     loss, tokens, further = result_of(reports, runtime, objective)
-    further |= losses_ahead(chunks, runtime)
+    further |= losses_ahead(model_chunks, runtime)
     if mark is not None:
         mark("optimizer")
     bad, table, load = "", None, None
     if config.model.num_experts:
-        table = take_load(chunks, config.model, runtime.device)
+        table = take_load(model_chunks, config.model, runtime.device)
         load = load_of(table, config.model)
 
     def allowed(grad_norm: float) -> bool:
@@ -181,7 +181,7 @@ def train_step(
         raise Diverged(result, own=not all(bool(report.isfinite().all()) for report in reports))
     if updated:
         if config.model.moe_router_enable_expert_bias and not config.model.lora_rank:
-            move_biases(chunks, table, config.model)
+            move_biases(model_chunks, table, config.model)
         samples = num_microbatches * config.data.micro_batch_size * runtime.grid.data.size
         schedule.step(samples * schedule_unit(config, length))
     return result
@@ -207,7 +207,7 @@ def with_profiler_ranges(mark: Mark | None) -> Mark | None:
 @torch.no_grad()
 def with_reference(
     runtime: Runtime,
-    chunks: Sequence[nn.Module],
+    model_chunks: Sequence[nn.Module],
     batches: Batches | list[Batches],
     config: Config,
     num_microbatches: int,
@@ -221,7 +221,7 @@ def with_reference(
         step = partial(forward_step, runtime, measure=measure)
         return run_schedule(step, model, given, config, num_microbatches, forward_only=True)
 
-    return objective.prepared(chunks, batches, num_microbatches, run)
+    return objective.prepared(model_chunks, batches, num_microbatches, run)
 
 
 def result_of(
@@ -234,7 +234,7 @@ def result_of(
 @torch.no_grad()
 def evaluate(
     runtime: Runtime,
-    chunks: Sequence[nn.Module],
+    model_chunks: Sequence[nn.Module],
     batches: Batches | list[Batches],
     config: Config,
     num_microbatches: int,
@@ -242,14 +242,14 @@ def evaluate(
     objective: PairObjective | None = None,
 ) -> StepResult:
     """Mean loss over ``iterations`` global batches."""
-    for chunk in chunks:
+    for chunk in model_chunks:
         chunk.eval()
     reports: list[Tensor] = []
     step = partial(forward_step, runtime, objective=objective)
     for _ in range(iterations):
-        given = with_reference(runtime, chunks, batches, config, num_microbatches, objective)
-        reports += run_schedule(step, chunks, given, config, num_microbatches, forward_only=True)
-    for chunk in chunks:
+        given = with_reference(runtime, model_chunks, batches, config, num_microbatches, objective)
+        reports += run_schedule(step, model_chunks, given, config, num_microbatches, forward_only=True)
+    for chunk in model_chunks:
         chunk.train()
     loss, tokens, further = result_of(reports, runtime, objective)
     return StepResult(loss, tokens, further=further)
@@ -257,7 +257,7 @@ def evaluate(
 
 def run_schedule(
     step: Callable[..., tuple[Tensor, LossOf]],
-    chunks: Sequence[nn.Module],
+    model_chunks: Sequence[nn.Module],
     batches: Batches | list[Batches],
     config: Config,
     num_microbatches: int,
@@ -272,7 +272,7 @@ def run_schedule(
         return get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=batches,
-            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            model=list(model_chunks) if len(model_chunks) > 1 else model_chunks[0],
             num_microbatches=num_microbatches,
             seq_length=config.data.seq_length,
             micro_batch_size=config.data.micro_batch_size,

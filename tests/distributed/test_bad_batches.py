@@ -251,7 +251,7 @@ def train(flags: str, folder: str, number: int = 9, kind: str = "infinite") -> t
         reporter.close()
     dist.barrier()
     rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]
-    weights = [parameter.detach().clone() for chunk in job.chunks for parameter in chunk.parameters()]
+    weights = [parameter.detach().clone() for chunk in job.model_chunks for parameter in chunk.parameters()]
     return {row["iteration"]: row["lm_loss"] for row in rows}, ended, weights if dist.get_world_size() == 1 else []
 
 

@@ -28,7 +28,7 @@ def train_and_save(flags, folder, steps_before, steps_after):
 
     job = make_job(flags)
     before, _, _ = train_job(job, steps_before)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     after, _, _ = train_job(job, steps_after)
     return before, after
 
@@ -126,7 +126,7 @@ def sinks_of(job):
     from megatron.training.model.weights import canonical_parameters
 
     result = {}
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for name, parameter in canonical_parameters(unwrap(chunk)):
             if name.endswith("softmax_offset"):
                 first = job.runtime.grid.tensor.rank * len(parameter)
@@ -141,7 +141,7 @@ def train_sinks(flags, folder, steps_before, steps_after):
     job = make_job(flags)
     train_job(job, steps_before)
     if steps_before:
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     there = sinks_of(job)
     train_job(job, steps_after)
     return there, sinks_of(job)
@@ -178,7 +178,7 @@ def save_where_files_cannot_grow(flags, folder):
 
     job = make_job(flags)
     train_job(job, 1)
-    state = (job.chunks, job.optimizer, job.schedule, job.config)
+    state = (job.model_chunks, job.optimizer, job.schedule, job.config)
     checkpoint.save(folder, job.progress, *state)
     train_job(job, 1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -211,7 +211,7 @@ def load_on_core_alone(flags, folder):
     from megatron.training.checkpoint import checkpoint
 
     job = make_job(flags)
-    state = checkpoint._state(job.chunks, job.optimizer, job.schedule, job.progress, job.config, loading=True)
+    state = checkpoint._state(job.model_chunks, job.optimizer, job.schedule, job.progress, job.config, loading=True)
     loaded = dist_checkpointing.load(state, folder)
     tensors = [value for _, _, value in nested_items_iter(loaded) if isinstance(value, torch.Tensor)]
     return [hashlib.sha256(tensor.double().numpy().tobytes()).hexdigest() for tensor in tensors]
@@ -236,7 +236,7 @@ def save_with(flags, folder, writer):
         return write(*args, **kwargs)
 
     before = len(psutil.Process().children(recursive=True))
-    state = (job.chunks, job.optimizer, job.schedule)
+    state = (job.model_chunks, job.optimizer, job.schedule)
     if writer == "core":
         Path(folder).mkdir(exist_ok=True)
         described = checkpoint._state(*state, job.progress, job.config, loading=False)
@@ -290,7 +290,7 @@ def save_and_be_killed(folder, asynchronous):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     job = make_job(GQA)
-    state, write, written = (job.chunks, job.optimizer, job.schedule, job.config), filesystem._write_item, []
+    state, write, written = (job.model_chunks, job.optimizer, job.schedule, job.config), filesystem._write_item, []
     copies = HostCopies(streams_of(job.runtime.device))
 
     def write_or_die(*args, **kwargs):
@@ -415,7 +415,7 @@ def train_on_tokens(flags, folder, steps):
     for _ in range(steps):
         rates.append(job.optimizer.param_groups[0]["lr"])
         train_job(job, 1)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return job.iterations, rates, job.progress.consumed_train_tokens
 
 

@@ -73,7 +73,7 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
     try:
         job = make_job(with_copies(folder, flags, nodes))
         first = job.progress.iteration
-        state = (job.chunks, job.optimizer, job.schedule, job.config)
+        state = (job.model_chunks, job.optimizer, job.schedule, job.config)
         for count in copies:
             train_job(job, count)
             if job.progress.iteration in save_at:
@@ -275,7 +275,7 @@ def without_room(folder, flags):
     lines = []
     for _ in range(2):
         train_job(job, 1)
-        held = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
+        held = TrainingState(job.model_chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, held.tensors())
         job.copies.finish()
         lines += job.copies.take_lines()

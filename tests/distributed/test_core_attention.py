@@ -208,7 +208,7 @@ def chunked_layer_with(name, value):
     from tests.distributed.training_runs import make_job
 
     job = make_job("--num-layers 1 --hidden-size 32 --num-attention-heads 4 --fpdt --fpdt-chunk-size 32")
-    model = job.chunks[0]
+    model = job.model_chunks[0]
     while hasattr(model, "module"):
         model = model.module
     layer = model.decoder.layers[0]
@@ -229,9 +229,9 @@ def rows_of_ffn(count):
     from tests.distributed.training_runs import make_job
 
     job, rows = make_job("--num-layers 1 --hidden-size 32 --num-attention-heads 4 --ffn-chunks 4"), []
-    (mlp,) = [module for module in job.chunks[0].modules() if type(module).__name__ == "MLP"]
+    (mlp,) = [module for module in job.model_chunks[0].modules() if type(module).__name__ == "MLP"]
     mlp.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
-    (layer,) = [module for module in job.chunks[0].modules() if hasattr(module, "has_ffn")]
+    (layer,) = [module for module in job.model_chunks[0].modules() if hasattr(module, "has_ffn")]
     layer.chunks = replace(layer.chunks, ffn_chunks=count)
     layer(torch.randn(job.runtime.layout.local_length, 1, 32, requires_grad=True))[0].sum().backward()
     return rows

@@ -32,22 +32,22 @@ def run(flags: str, change: Callable[[Any], None] | None = None) -> dict[str, An
     job = make_job(f"{MODEL} {flags}")
     if change is not None:
         change(job)
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for name, parameter in chunk.named_parameters():
             if name.endswith("softmax_offset"):  # larger, so that an error in them changes the norm
                 parameter.register_hook(lambda gradient: 1000 * gradient)
     batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
     with first_gradients(job) as gradients:
-        steps = [train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)]
-    evaluated = [evaluate(job.runtime, job.chunks, batches, job.config, count, 2).lm_loss for _ in range(2)]
-    steps.append(train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count))
+        steps = [train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)]
+    evaluated = [evaluate(job.runtime, job.model_chunks, batches, job.config, count, 2).lm_loss for _ in range(2)]
+    steps.append(train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count))
     numbers = [step.lm_loss for step in steps], evaluated, [step.grad_norm for step in steps]
     return {"losses": numbers[0], "evaluated": numbers[1], "norms": numbers[2], "gradients": gradients}
 
 
 def without_mark(job: Any) -> None:
     """Finding 8, as core's DotProductAttention: sinks are not marked as split over TP."""
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for name, parameter in chunk.named_parameters():
             if name.endswith("softmax_offset"):
                 parameter.tensor_model_parallel = False
@@ -55,13 +55,13 @@ def without_mark(job: Any) -> None:
 
 def without_sum(job: Any) -> None:
     """The pattern of finding 11: gradients of a norm of heads that are split over TP are not summed."""
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk.config.qk_layernorm = False
 
 
 def by_local_counts(job: Any) -> None:
     """Finding 9: losses are divided by the tokens of this rank."""
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk.config.calculate_per_token_loss = False
 
 
@@ -143,7 +143,7 @@ def test_flags_that_would_reach_a_finding_are_refused(finding: int | str, flags:
 
 def gathered_logits() -> list[bool]:
     """Finding 2: whether the model's last layer gathers logits, from which the loss would be wrong by log(TP)."""
-    return [chunk.module.output_layer.gather_output for chunk in make_job(f"{MODEL} {TENSOR}").chunks]
+    return [chunk.module.output_layer.gather_output for chunk in make_job(f"{MODEL} {TENSOR}").model_chunks]
 
 
 def test_finding_2_logits_stay_split(pool) -> None:
@@ -158,9 +158,9 @@ def padding_masks() -> list[tuple[int, int]]:
 
     flags = f"{TENSOR} --sequence-parallel --num-experts 4 --moe-ffn-hidden-size 32 --eod-mask-loss"
     job, seen = make_job(f"--num-layers 2 {flags}"), []
-    for router in routers(job.chunks):
+    for router in routers(job.model_chunks):
         router.register_forward_pre_hook(lambda _, args: seen.append((args[0].size(0), args[1].size(0))))
-    evaluate(job.runtime, job.chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1)
+    evaluate(job.runtime, job.model_chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1)
     return seen
 
 

@@ -77,9 +77,9 @@ def evaluation_losses(flags):
 
     job = make_job(f"{flags} --eval-iters 1")
     batch = (job.config, job.batch_sizes.get())
-    held_out = evaluate(job.runtime, job.chunks, batches_for(job, job.datasets[1], 0, 0), *batch, 1).lm_loss
+    held_out = evaluate(job.runtime, job.model_chunks, batches_for(job, job.datasets[1], 0, 0), *batch, 1).lm_loss
     train = batches_for(job, job.datasets[0], 0, 0)
-    return held_out, train_step(job.runtime, job.chunks, job.optimizer, job.schedule, train, *batch).lm_loss
+    return held_out, train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, train, *batch).lm_loss
 
 
 @pytest.mark.parametrize("memory", ["", FPDT])

@@ -168,14 +168,16 @@ def watch(flags, llama, busy):
     from megatron.training.step import train_step
 
     job = make_job(flags, llama)
-    for router in routers(job.chunks):
+    for router in routers(job.model_chunks):
         choose(router, busy)
     recorder = Recorder(axes_of(job.runtime.grid), resized=job.config.parallel.zero_stage >= 2, history=False)
     batches = batches_for(job, job.datasets[0], 0, 0)
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk.train()
     with recorder:
-        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+        train_step(
+            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+        )
     host = max(recorder.host_peak, job.runtime.offload.pool.peak if job.runtime.offload else 0)
     return recorder.peak, host, recorder.trace.communication_bytes(), recorder.trace.flops()
 
@@ -229,11 +231,13 @@ def profiled_step(flags: str, folder: str) -> None:
 
     job = make_job(flags, True)
     batches = batches_for(job, job.datasets[0], 0, 0)
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk.train()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(2):
-            train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+            train_step(
+                job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+            )
     profiler.export_chrome_trace(f"{folder}/rank-{dist.get_rank()}.json")
 
 

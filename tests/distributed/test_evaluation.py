@@ -123,8 +123,8 @@ def evaluated(flags: str, folder: str, packed: str = "") -> dict[str, Any]:
     from megatron.training.evaluation.tasks import Subject, evaluate_tasks
 
     job = make_job(f"{TASKS} --eval-files {folder}/a.txt {folder}/b.txt {packed} {flags}")
-    result = evaluate_tasks(job.eval_plan, Subject(job.config, job.runtime, job.chunks), job.datasets[1])
-    assert all(chunk.training for chunk in job.chunks)
+    result = evaluate_tasks(job.eval_plan, Subject(job.config, job.runtime, job.model_chunks), job.datasets[1])
+    assert all(chunk.training for chunk in job.model_chunks)
     return result
 
 
@@ -191,7 +191,7 @@ def validation_loss(flags: str, folder: str) -> float:
     job = make_job(f"{flags} --eval-files {folder}/a.txt")
     batches = batches_for(job, job.datasets[1], 0, 0)
     count = job.config.data.global_batch_size // job.config.data.micro_batch_size
-    return evaluate(job.runtime, job.chunks, batches, job.config, count, job.config.run.eval_iters).lm_loss
+    return evaluate(job.runtime, job.model_chunks, batches, job.config, count, job.config.run.eval_iters).lm_loss
 
 
 # ---- transformers' own numbers

@@ -97,18 +97,18 @@ def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
     from megatron.training.step import evaluate, train_step
 
     job = make_job(flags)
-    for router in routers(job.chunks):
+    for router in routers(job.model_chunks):
         if mistake is not None:
             mistake(router)
     batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
     with first_gradients(job) as grads:
         results = [
-            train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)
+            train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)
             for _ in range(steps)
         ]
     biases = {
         router.layer_number: router.expert_bias.tolist()
-        for router in routers(job.chunks)
+        for router in routers(job.model_chunks)
         if router.expert_bias is not None
     }
     return {
@@ -118,7 +118,7 @@ def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
         "tokens": [one.experts.tokens_per_expert for one in results],
         "counted": [one.tokens for one in results],
         "grads": grads,
-        "evaluated": evaluate(job.runtime, job.chunks, batches, job.config, count, 1).lm_loss,
+        "evaluated": evaluate(job.runtime, job.model_chunks, batches, job.config, count, 1).lm_loss,
         "biases": biases,
     }
 
@@ -231,7 +231,7 @@ def routed(flags: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and choices of 128 tokens in a layer's router."""
     from megatron.training.model.expert_load import routers
 
-    router = next(routers(make_job(flags).chunks))
+    router = next(routers(make_job(flags).model_chunks))
     weights, chosen = router(torch.randn(64, 2, router.weight.size(1), generator=torch.Generator().manual_seed(1)))
     return weights.detach(), chosen
 

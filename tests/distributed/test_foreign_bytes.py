@@ -31,7 +31,7 @@ def save_hostile(folder: str, harm: str) -> None:
     job, plain = make_job(SMALL), rank_file.pickle
     rank_file.pickle = types.SimpleNamespace(dumps=lambda metadata: hostile(metadata, harm))
     try:
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     finally:
         rank_file.pickle = plain
 

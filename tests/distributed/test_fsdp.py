@@ -25,7 +25,7 @@ def bytes_held(flags):
     def count_and_prepare():
         inner = getattr(job.optimizer, "chained_optimizers", [job.optimizer])[0].optimizer
         tensors = [value for state in inner.state.values() for value in state.values()]
-        for parameter in job.chunks[0].parameters():
+        for parameter in job.model_chunks[0].parameters():
             grads = (parameter.grad, getattr(parameter, "main_grad", None))
             tensors += [parameter, *(grad for grad in grads if grad is not None)]
         storages = {}
@@ -62,7 +62,9 @@ def peak_of_a_step(flags):
     meter = PeakBytes(job.runtime.device, resized=job.config.parallel.zero_stage >= 2)
     batches = batches_for(job, job.datasets[0], 0, 0)
     with meter.step():
-        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+        train_step(
+            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+        )
     return meter.bytes - left
 
 
@@ -149,7 +151,7 @@ def run_again(mlp, part, x, **_):
 
 def run_with_parts_again(flags, steps):
     job = make_job(flags)
-    for layer in job.chunks[0].module.decoder.layers:
+    for layer in job.model_chunks[0].module.decoder.layers:
         layer.mlp.forward = partial(run_again, layer.mlp, layer.mlp.forward)
     return train_job(job, steps)
 
@@ -177,9 +179,9 @@ def figures(flags):
             batches = batches_for(job, job.datasets[index], 0, 0)
             arguments = (job.config, job.batch_sizes.get())
             if index:
-                result = evaluate(job.runtime, job.chunks, batches, *arguments, 1)
+                result = evaluate(job.runtime, job.model_chunks, batches, *arguments, 1)
             else:
-                result = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, *arguments)
+                result = train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, *arguments)
             results += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
     return results
 

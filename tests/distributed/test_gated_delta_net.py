@@ -87,7 +87,7 @@ def own_norm(job: Any) -> Any:
 def last_bit(job: Any) -> Any:
     """Each weight changes by about its last bit: what this changes in the gradients is rounding."""
     torch.manual_seed(5)
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for parameter in chunk.parameters():
             parameter.data *= 1 + torch.randn_like(parameter) * torch.finfo(parameter.dtype).eps
     return lambda: None

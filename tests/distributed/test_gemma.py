@@ -75,8 +75,8 @@ def ours(flags: str) -> dict[str, Any]:
         layout = runtime.layout
         local = [layout.shard(x, dim=1) for x in (tokens, torch.arange(tokens.size(1)).expand_as(tokens))]
         with torch.no_grad():
-            mine = job.chunks[0].module.eval()(*local, None)
-        job.chunks[0].module.train()
+            mine = job.model_chunks[0].module.eval()(*local, None)
+        job.model_chunks[0].module.train()
         mine = mine.permute(2, 0, 1).contiguous()  # [vocabulary / TP, b, s_local]
         if runtime.grid.tensor.size > 1:
             mine = gather(mine, runtime.grid.tensor)

@@ -94,7 +94,7 @@ def ours(flags: str) -> dict[str, Any]:
     weights, tensor = by_our_names(model().state_dict()), job.runtime.grid.tensor
     of_experts = get_expert_tensor_parallel_world_size(), get_expert_tensor_parallel_rank()
     with torch.no_grad():
-        for chunk in job.chunks:
+        for chunk in job.model_chunks:
             for name, parameter in canonical_parameters(chunk.module):
                 whole = weights[name]
                 size, rank = of_experts if EXPERT in name else (tensor.size, tensor.rank)

@@ -105,7 +105,7 @@ def initial(flags: str) -> dict[str, torch.Tensor]:
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import canonical_parameters
 
-    (chunk,) = make_job(flags, llama=False).chunks
+    (chunk,) = make_job(flags, llama=False).model_chunks
     return {name: parameter.detach().clone() for name, parameter in canonical_parameters(unwrap(chunk))}
 
 
@@ -173,7 +173,9 @@ def tokens_of_a_step(flags: str) -> int:
 
     job = make_job(flags)
     batches = batches_for(job, job.datasets[0], 0, 0)
-    done = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+    done = train_step(
+        job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+    )
     return done.tokens / job.config.data.global_batch_size / job.config.data.seq_length
 
 

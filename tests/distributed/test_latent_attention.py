@@ -64,7 +64,7 @@ def run(flags: str, mistake: Any = None) -> tuple[list[float], list[float], dict
 
 
 def attentions(job: Any) -> list[Any]:
-    return [layer.self_attention for chunk in job.chunks for layer in chunk.module.decoder.layers]
+    return [layer.self_attention for chunk in job.model_chunks for layer in chunk.module.decoder.layers]
 
 
 def own_positions(job: Any) -> None:

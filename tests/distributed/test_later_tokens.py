@@ -75,7 +75,7 @@ def run(flags: str, mistake: Callable | None = None, steps: int = 2) -> tuple[li
         batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
         with first_gradients(job) as grads:
             results = [
-                train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)
+                train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)
                 for _ in range(steps)
             ]
     finally:
@@ -111,7 +111,7 @@ def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tenso
     from megatron.training.job import batches_for
 
     job = make_job(flags)
-    (chunk,), settings = job.chunks, job.config.model
+    (chunk,), settings = job.model_chunks, job.config.model
     model, length, layers = chunk.module, job.config.data.seq_length, settings.mtp_num_layers
     batches, vocabulary, seen = batches_for(job, job.datasets[0], 0, 0), job.vocab_size, []
     model.decoder.register_forward_hook(lambda *call: seen.append(call[-1]))
@@ -199,10 +199,10 @@ def logits_of_training(flags: str, folder: str) -> tuple[int, torch.Tensor]:
 
     job = make_job(flags, llama=OF_GPT not in flags)
     train_job(job, 1)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     batch = next(batches_for(job, job.datasets[0], 0, 0))
-    loss = evaluate(job.runtime, job.chunks, iter([batch]), job.config, 1, 1).lm_loss
-    model = job.chunks[0].module.eval()
+    loss = evaluate(job.runtime, job.model_chunks, iter([batch]), job.config, 1, 1).lm_loss
+    model = job.model_chunks[0].module.eval()
     prompts = torch.tensor(PROMPTS)
     with torch.no_grad():
         whole, logits = (
@@ -267,7 +267,7 @@ def first_step(flags: str) -> tuple[list[float], list[tuple[torch.Tensor, torch.
     job = make_job(flags)
     batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
     seen = [(one["tokens"], one["labels"]) for one, _ in zip(batches_for(job, job.datasets[0], 0, 0), range(count))]
-    one = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, count)
+    one = train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)
     return [one.lm_loss, *one.further.values()], seen
 
 

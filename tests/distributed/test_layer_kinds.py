@@ -113,7 +113,7 @@ def held_here(flags: str) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     from megatron.training.settings.models import model_shape
 
     job = make_job(flags)
-    parallel, grid, (chunk,) = job.config.parallel, job.runtime.grid, job.chunks
+    parallel, grid, (chunk,) = job.config.parallel, job.runtime.grid, job.model_chunks
     buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
     if parallel.zero_stage == 1:
         weights = sum(buffer.param_data.nbytes for buffer in buffers)
@@ -201,7 +201,7 @@ def evaluated_batch(flags: str, folder: str) -> tuple[float, dict[str, torch.Ten
     from megatron.training.step import evaluate
 
     job = make_job(f"{flags} --load {folder}")
-    loss = evaluate(job.runtime, job.chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1).lm_loss
+    loss = evaluate(job.runtime, job.model_chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1).lm_loss
     return loss, next(batches_for(job, job.datasets[0], 0, 0))
 
 

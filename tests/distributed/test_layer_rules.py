@@ -95,7 +95,7 @@ def test_the_rules_matter(pool, reference, what):
 def rules(flags: str) -> list[tuple[int, str, Any]]:
     """(number, mask, base of RoPE) of this rank's layers."""
     job, found = make_job(flags), []
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for layer in chunk.module.decoder.layers:
             core = layer.self_attention.core_attention
             rotary = core.settings.rotary

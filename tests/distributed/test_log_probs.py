@@ -315,7 +315,7 @@ def train_by_scores(flags: str, options: dict[str, Any], entropy: float = 0.0, s
     from megatron.training.checkpoint.checkpoint import unwrap
 
     job = make_job(flags)
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         unwrap(chunk).scoring, unwrap(chunk).score_options = True, options
 
     def loss(mask: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -101,7 +101,7 @@ def we_save(flags, folder, llama=True):
 
     job = make_job(flags, llama)
     train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return train_job(job, 3)[0]
 
 
@@ -245,7 +245,11 @@ def our_states(flags, folder):
     job = make_job(f"{flags} --load {folder}")
     distributed = job.config.parallel.zero_stage == 1
     steps = {float(state["step"]) for state in job.optimizer.chained_optimizers[0].optimizer.state.values()}
-    return states_of(unwrap(job.chunks[0]), job.optimizer, distributed), steps, job.optimizer.param_groups[0]["lr"]
+    return (
+        states_of(unwrap(job.model_chunks[0]), job.optimizer, distributed),
+        steps,
+        job.optimizer.param_groups[0]["lr"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -388,7 +392,8 @@ def go_on_with_its_data(flags, folder):
 
     data = batches()
     losses = [
-        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, data, job.config, 2).lm_loss for _ in range(3)
+        train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, data, job.config, 2).lm_loss
+        for _ in range(3)
     ]
     return job.progress.iteration, losses
 

@@ -205,8 +205,8 @@ def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=2)
     assert training_loop(job, reporter, stopper)
     stopper.restore()
-    parameters = [parameter for chunk in job.chunks for parameter in chunk.parameters()]
-    buffers = [buffer for chunk in job.chunks for buffer in chunk.buffers]
+    parameters = [parameter for chunk in job.model_chunks for parameter in chunk.parameters()]
+    buffers = [buffer for chunk in job.model_chunks for buffer in chunk.buffers]
     padded = [buffer.param_data.nbytes for buffer in buffers if buffer.param_data is not None]
     inner = job.optimizer.optimizer
     mine = [parameter for group in inner.param_groups for parameter in group["params"]]

@@ -123,7 +123,9 @@ def train_job_alone(job):
 
     batches = batches_for(job, job.datasets[0], 0, 0)
     for _ in range(STEPS):
-        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+        train_step(
+            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+        )
 
 
 def rows_of(name, rows):
@@ -201,7 +203,7 @@ def saved(folder, flags):
 
     job = make_job(f"{MUON} {flags}")
     train_job(job, 3)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return train_job(job, 3)[0]
 
 

@@ -117,7 +117,7 @@ def stages(corpus, kind, folder, schedule, until=6, more=""):
                 kept += one
             gradients.append(found[2])
             done = job.progress.iteration
-            save(folder, job.progress, job.chunks, job.optimizer, job.schedule, config)
+            save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, config)
             job.owner.release()
             if done == until:
                 return losses, norms, gradients

@@ -264,7 +264,7 @@ def run(flags: str, name: str | None = None) -> tuple[list[float], list[float], 
 
     with change.patches(), patch.object(job_module, "wrap_for_data_parallelism", wrapped):
         job = make_job(f"{GPT} {flags}", llama=False)
-        change.trainer(job.chunks, job.optimizer)
+        change.trainer(job.model_chunks, job.optimizer)
         return train_job(job, 3)
 
 

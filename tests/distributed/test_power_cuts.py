@@ -73,7 +73,7 @@ def saved_twice(root, lock, exchange):
                 train_job(job, 1)
                 job.progress.iteration = 1
                 path = checkpoint.save(
-                    f"{root}/{SAVE}", job.progress, job.chunks, job.optimizer, job.schedule, job.config
+                    f"{root}/{SAVE}", job.progress, job.model_chunks, job.optimizer, job.schedule, job.config
                 )
                 recorder.promise(path.name)
     finally:

@@ -269,7 +269,7 @@ def go_on(flags: str, folder: str, steps: int, save: bool) -> list[float]:
     job = chat_job(flags)
     losses = train_job(job, steps)[0]
     if save:
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return losses
 
 

@@ -107,7 +107,7 @@ def ours(flags: str, folder: str) -> dict[str, Any]:
     sets, layout = job.datasets[0], job.runtime.layout
     whole = [sets[index] for index in range(job.config.data.global_batch_size)]
     tokens, labels = (torch.stack([torch.as_tensor(one[name]) for one in whole]) for name in ("tokens", "labels"))
-    (chunk,) = (one.module for one in job.chunks)
+    (chunk,) = (one.module for one in job.model_chunks)
     with torch.no_grad():
         logits = chunk.eval()(layout.shard(tokens, 1), layout.positions[None].expand(len(tokens), -1), None)
     chunk.train()

@@ -25,7 +25,7 @@ def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
     output = []
     for number in range(2):
         if number and dist.get_rank() == rank:
-            weight = dict(canonical_parameters(unwrap(job.chunks[0])))[name]
+            weight = dict(canonical_parameters(unwrap(job.model_chunks[0])))[name]
             local = weight.data.to_local() if hasattr(weight.data, "to_local") else weight.data
             local.reshape(-1).view(torch.int32)[3] ^= torch.tensor(
                 -(2**31) if bit == 31 else 1 << bit, dtype=torch.int32

@@ -69,7 +69,7 @@ def far_away(flags: str, start: int) -> tuple[Any, list[LayoutRotaryEmbedding]]:
     from megatron.training.checkpoint.checkpoint import unwrap
 
     job = make_job(f"{GQA} --num-layers 2 --init-method-std 0.2 {flags}", True)
-    chunk = unwrap(job.chunks[0])
+    chunk = unwrap(job.model_chunks[0])
     rotaries = [
         layer.chunks.attention.rotary if "--fpdt" in flags else layer.self_attention.core_attention.settings.rotary
         for layer in chunk.decoder.layers
@@ -193,8 +193,8 @@ def figures(flags):
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8", False)
     train, held_out = (batches_for(job, dataset, 0, 0) for dataset in job.datasets[:2])
     batch = (job.config, job.batch_sizes.get())
-    step = train_step(job.runtime, job.chunks, job.optimizer, job.schedule, train, *batch)
-    evaluation = evaluate(job.runtime, job.chunks, held_out, *batch, 1)
+    step = train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, train, *batch)
+    evaluation = evaluate(job.runtime, job.model_chunks, held_out, *batch, 1)
     return [step.lm_loss, step.grad_norm, params_norm(job), evaluation.lm_loss], step.zeros_in_grad
 
 
@@ -220,7 +220,7 @@ def bytes_of_positions(flags):
     """(weights and gradients, optimizer states) of this rank's part of the table; its rows."""
     job = make_job(flags, False)
     train_job(job, 1)
-    (weight,) = [weight for name, weight in job.chunks[0].named_parameters() if "position_embeddings" in name]
+    (weight,) = [weight for name, weight in job.model_chunks[0].named_parameters() if "position_embeddings" in name]
     buffers = [weight.main_grad.untyped_storage()] if hasattr(weight, "spans") else []
     states = [state for part in job.optimizer.chained_optimizers[1:] for state in part.optimizer.state.values()]
     tensors = [tensor for state in states for name, tensor in state.items() if name != "step"]
@@ -246,7 +246,7 @@ def table(job) -> torch.Tensor | None:
     from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.model.weights import POSITIONS, canonical_parameters
 
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for name, weight in canonical_parameters(unwrap(chunk)):
             if name == POSITIONS and hasattr(weight, "spans"):
                 from megatron.certifying.programs.whole_gradients import gather_by_position
@@ -263,7 +263,7 @@ def train_and_save(flags, folder, steps_before, steps_after):
 
     job = make_job(flags, False)
     train_job(job, steps_before)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     saved = table(job)
     return train_job(job, steps_after)[0], saved, table(job)
 

@@ -72,7 +72,7 @@ def first_losses(doors: dict[str, str], keep: str) -> tuple[dict[str, float], li
             job.progress.consumed_train_samples = 0
         losses[name] = train_job(job, 1)[0][0]
         if name == next(iter(doors)):
-            checkpoint.save(keep, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+            checkpoint.save(keep, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return losses, read
 
 

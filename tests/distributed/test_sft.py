@@ -137,7 +137,7 @@ def losses_in_float64(flags: str) -> tuple[float, float]:
     from megatron.training.step import shard_batch
 
     job = chat_job(f"{flags} --attention-kernel math --loss-chunks 2")
-    model, dataset, layout = unwrap(job.chunks[0]).double().eval(), job.datasets[0], job.runtime.layout
+    model, dataset, layout = unwrap(job.model_chunks[0]).double().eval(), job.datasets[0], job.runtime.layout
     model.config.params_dtype = torch.float64
 
     def loss(tokens, labels, mask, ends):
@@ -188,7 +188,7 @@ def tune_and_save(flags: str, folder: str):
 
     job = chat_job(flags)
     losses, _, _ = train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return losses
 
 
@@ -229,7 +229,7 @@ def tune_lora(flags: str, steps: int = 3, llama: bool = True, zeros: bool = Fals
 
 
 def frozen(job) -> float:
-    parameters = [p for chunk in job.chunks for p in chunk.parameters() if not p.requires_grad]
+    parameters = [p for chunk in job.model_chunks for p in chunk.parameters() if not p.requires_grad]
     assert parameters and all(getattr(p, "main_grad", None) is None and p.grad is None for p in parameters)
     return sum(float(getattr(p, "to_local", lambda p=p: p)().double().abs().sum()) for p in parameters)
 
@@ -398,7 +398,7 @@ def tune_folder(flags: str, folder: str, steps: int):
 
     job = make_job(flags)
     losses, _, _ = train_job(job, steps)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return losses + train_job(job, 1)[0]
 
 
@@ -409,7 +409,7 @@ def go_on(flags: str, steps: int):
 
     job = make_job(flags)
     batch = next(iter(batches_for(job, job.datasets[0], 0, 0)))
-    mean = evaluate(job.runtime, job.chunks, iter([batch]), job.config, 1, 1).lm_loss
+    mean = evaluate(job.runtime, job.model_chunks, iter([batch]), job.config, 1, 1).lm_loss
     losses, _, _ = train_job(job, steps)
     return losses, mean, batch["tokens"], batch["labels"]
 

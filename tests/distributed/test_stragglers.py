@@ -77,7 +77,7 @@ def train(flags: str, slow: int) -> str:
 
     usual, stragglers.LEAST = stragglers.LEAST, 40
     job = make_job(f"{flags} --train-iters 6 --log-straggler --log-interval 6")
-    for module in job.chunks[0].modules():
+    for module in job.model_chunks[0].modules():
         if isinstance(module, TransformerLayer) and dist.get_rank() == slow:
             module.register_forward_hook(lambda *_: time.sleep(0.05))
     stopper, console = Stopper(job.runtime.device, None), io.StringIO()

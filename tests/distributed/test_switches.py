@@ -144,7 +144,7 @@ def begin(flags):
         job = make_job(f"{SMALL} {flags}")
     except Refusal as refusal:
         return str(refusal)
-    weights = sum(parameter.detach().double().abs().sum().item() for parameter in job.chunks[0].parameters())
+    weights = sum(parameter.detach().double().abs().sum().item() for parameter in job.model_chunks[0].parameters())
     return job.progress.iteration, weights, torch.rand(1).item()
 
 
@@ -156,7 +156,7 @@ def save_and_draw(folder):
 
     job = make_job(SMALL)
     torch.rand(7)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return torch.rand(1).item()
 
 
@@ -168,7 +168,7 @@ def not_a_number(flags):
 
     job = make_job(f"{SMALL} {flags}")
     with torch.no_grad():
-        next(job.chunks[0].parameters()).fill_(float("nan"))
+        next(job.model_chunks[0].parameters()).fill_(float("nan"))
     try:
         train_job(job, 1)
     except Diverged as error:
@@ -303,7 +303,7 @@ def train_and_save(flags, folder):
 
     job = make_job(flags)
     train_job(job, 3)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return job.optimizer.param_groups[0]["lr"], float(job.optimizer.optimizer.state_dict()["state"][0]["step"])
 
 

@@ -113,7 +113,11 @@ def saves_with(folder, refused):
 
     job = make_job(f"{SMALL} --zero-stage 1")
     train_job(job, 1)
-    state, write, mkdir = (job.chunks, job.optimizer, job.schedule, job.config), rank_file._Summed.write, Path.mkdir
+    state, write, mkdir = (
+        (job.model_chunks, job.optimizer, job.schedule, job.config),
+        rank_file._Summed.write,
+        Path.mkdir,
+    )
     checkpoint.save(folder, job.progress, *state)
     job.progress.iteration, message = 2, []
     for rank, name in refused:
@@ -153,7 +157,7 @@ def saved_twice(folder):
     job = make_job(SMALL)
     for _ in range(2):
         train_job(job, 1)
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +379,7 @@ def rolled_back(folder, skip):
     job, output = make_job(f"{SMALL} --save {folder} --load {folder}{' --skip-damaged-checkpoints' * skip}"), []
     for _ in range(2):
         train_job(job, 1)
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     flip(Path(folder) / "iter_0000002" / "__0_0.distcp", -200)
     try:
         return roll_back(job, output.append), output
@@ -424,7 +428,7 @@ def save_harm(folder, harm):
     job, states = make_job(SMALL), checkpoint.random_state
     checkpoint.random_state = lambda: {"python": Harmful(harm)}
     try:
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     finally:
         checkpoint.random_state = states
 

@@ -68,7 +68,7 @@ def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str,
     with first_gradients(job) as grads:
         for _ in range(steps):
             result = train_step(
-                job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get(),
+                job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get(),
                 objective=job.objective,
             )  # fmt: skip
             job.progress.advance(job.config.data.global_batch_size, job.config.data.seq_length)
@@ -144,7 +144,7 @@ def save(flags: str, folder: str) -> list[float]:
 
     job = make_job(flags)
     train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
     return train_job(job, 2)[0]
 
 
@@ -195,7 +195,9 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
     for seed in range(1, schedules + 1):  # the first is as early as possible
         streams.start_again(seed * dist.get_world_size() + dist.get_rank() if seed > 1 else 1)
         batches = batches_for(job, job.datasets[0], 0, 0)
-        train_step(job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get())
+        train_step(
+            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+        )
         streams.finish()
     differ = {name for other in result for name, grad in other.items() if not torch.equal(grad, result[0][name])}
     return streams.now // schedules, sorted(differ)

@@ -19,7 +19,7 @@ SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --hidden-dropou
 def fill(job, value):
     """Set every weight and every optimizer state to this number."""
     with torch.no_grad():
-        for chunk in job.chunks:
+        for chunk in job.model_chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(value)
         for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
@@ -30,7 +30,7 @@ def fill(job, value):
 
 def numbers_in(job):
     """The distinct numbers among weights and states."""
-    result = {float(number) for chunk in job.chunks for p in chunk.parameters() for number in p.detach().unique()}
+    result = {float(number) for chunk in job.model_chunks for p in chunk.parameters() for number in p.detach().unique()}
     for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         for states in one.optimizer.state.values():
             for state in states.values():
@@ -54,7 +54,7 @@ def save_again_and_again(folder, same_iteration):
         number += 1
         job.progress.iteration = 1 if same_iteration else number
         fill(job, number)
-        checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
         checkpoint_folder.remove_older(folder, job.progress.iteration, 1, None)
 
 
@@ -91,7 +91,7 @@ def saved(folder, number):
     job = make_job(SMALL)
     job.progress.iteration = 1
     fill(job, number)
-    checkpoint.save(folder, job.progress, job.chunks, job.optimizer, job.schedule, job.config)
+    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
 
 
 @pytest.mark.lab

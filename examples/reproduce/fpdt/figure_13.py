@@ -83,7 +83,7 @@ def record(seq_length: int, chunks: int, ffn_chunks: int) -> Backward:
             patch.object(chunk_work.ChunkWork, "ffn_grad", ffn_grad),
         ):
             before, before_host = meter.now, meter.host_now
-            train_step(runtime, job.chunks, job.optimizer, job.schedule, batches, config, 1)
+            train_step(runtime, job.model_chunks, job.optimizer, job.schedule, batches, config, 1)
         return _within(meter.history, spans, before, before_host)
     finally:
         stop()

@@ -50,9 +50,9 @@ def train(job: Job) -> Outcome:
 
     job.optimizer.prepare_grads = first_gradients
     batches = batches_for(job, job.datasets[0], 0, 0)
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk.train()
-    arguments = job.runtime, job.chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
+    arguments = job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
     results = []
     for _ in range(STEPS):
         results.append(train_step(*arguments, objective=job.objective))
@@ -71,7 +71,7 @@ def train(job: Job) -> Outcome:
 
 def _modules(job: Job) -> Iterator[tuple[str, nn.Module]]:
     """(name, module), with the complete model's layer numbers; without modules that span several pipeline stages."""
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         chunk = unwrap(chunk)
         for name, module in chunk.named_modules():
             if name in ("", "decoder") and job.runtime.grid.pipeline.size > 1:

@@ -21,7 +21,7 @@ from megatron.training.model.weights import VOCABULARY, canonical_parameters, in
 def full_gradients(job: Job) -> dict[str, Tensor]:
     """This stage's gradients, before clipping, by canonical name: gathered over ZeRO shards and TP, padding cut off."""
     if job.config.parallel.zero_stage == 1:
-        for chunk in job.chunks:
+        for chunk in job.model_chunks:
             gather_gradient_shards(chunk)
 
     def gradient(parameter: nn.Parameter) -> Tensor:
@@ -34,7 +34,7 @@ def full_gradients(job: Job) -> dict[str, Tensor]:
 
 def full_parameters(job: Job) -> dict[str, Tensor]:
     """This stage's weights that are trained, by canonical name, gathered like the gradients."""
-    gather_parameters(job.chunks, job.config)
+    gather_parameters(job.model_chunks, job.config)
 
     def weight(parameter: nn.Parameter) -> Tensor:
         parameter = parameter.detach()
@@ -46,7 +46,7 @@ def full_parameters(job: Job) -> dict[str, Tensor]:
 def _whole(job: Job, part_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
     result, tensor = {}, job.runtime.grid.tensor
     of_experts = Axis.of(get_expert_tensor_parallel_group())
-    for chunk in job.chunks:
+    for chunk in job.model_chunks:
         for name, parameter in canonical_parameters(unwrap(chunk)):
             if not parameter.requires_grad:
                 continue

@@ -152,4 +152,4 @@ def roll_back(job: Job, say: Callable[[str], None]) -> int | None:
         say(note)
     config = replace(job.config, checkpoint=reload)
     job.schedule.num_steps = 0  # core's schedule adds the steps that it loads to its own
-    return checkpoint.load(undamaged, job.chunks, job.optimizer, job.schedule, config).iteration
+    return checkpoint.load(undamaged, job.model_chunks, job.optimizer, job.schedule, config).iteration

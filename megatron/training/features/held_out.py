@@ -69,7 +69,9 @@ def evaluate_on(job: Job, reporter: Reporter, name: str, dataset: Dataset | None
     batch = config.data.global_batch_size
     batches = batches_for(job, dataset, part * config.run.eval_iters * batch, 0)
     microbatches = batch // (config.data.micro_batch_size * job.runtime.grid.data.size)
-    result = evaluate(job.runtime, job.chunks, batches, config, microbatches, config.run.eval_iters, job.objective)
+    result = evaluate(
+        job.runtime, job.model_chunks, batches, config, microbatches, config.run.eval_iters, job.objective
+    )
     reporter.evaluation(job.progress.iteration, name, result.lm_loss)
     return {f"{name}_loss": result.lm_loss}
 
@@ -78,7 +80,7 @@ def evaluate_on_tasks(job: Job, reporter: Reporter) -> dict[str, float]:
     """Scores of --eval-tasks, as flat numbers; with --eval-output also as files."""
     if job.eval_plan is None:
         return {}
-    subject, folder = Subject(job.config, job.runtime, job.chunks), job.config.evaluation.eval_output
+    subject, folder = Subject(job.config, job.runtime, job.model_chunks), job.config.evaluation.eval_output
     results = evaluate_tasks(job.eval_plan, subject, job.datasets[1])
     for line in lines(results):
         reporter.say(f" iteration {job.progress.iteration}: {line}")

@@ -58,7 +58,7 @@ def check_replicas(job: Job) -> None:
     Raises:
         ReplicasDiffer: some differ; the message names the parameters, the ranks and their hosts.
     """
-    checkpoint.gather_parameters(job.chunks, job.config)
+    checkpoint.gather_parameters(job.model_chunks, job.config)
     own = [f"{name}: {difference}" for name, difference in _differences(job)]
     by_rank: list = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, (socket.gethostname(), own))
@@ -70,7 +70,7 @@ def check_replicas(job: Job) -> None:
 
 
 def _differences(job: Job) -> Iterator[tuple[str, str]]:
-    named = [pair for chunk in job.chunks for pair in canonical_parameters(checkpoint.unwrap(chunk))]
+    named = [pair for chunk in job.model_chunks for pair in canonical_parameters(checkpoint.unwrap(chunk))]
     if job.config.parallel.zero_stage < 2:
         copied = [pair for pair in named if getattr(pair[1], "allreduce", True)]
         yield from _compare(copied, get_data_parallel_group(with_context_parallel=True), "DP x CP")

@@ -70,7 +70,7 @@ class Saver:
                 self._current = checkpoint.begin_save(
                     settings.save,
                     job.progress,
-                    job.chunks,
+                    job.model_chunks,
                     job.optimizer,
                     job.schedule,
                     job.config,
@@ -98,7 +98,7 @@ class Saver:
     def copy(self) -> None:
         """Copy the state to memory now. It is sent to other hosts in the background; `advance` reports failures."""
         job = self.job
-        state = TrainingState(job.chunks, job.optimizer, job.schedule, job.config)
+        state = TrainingState(job.model_chunks, job.optimizer, job.schedule, job.config)
         job.copies.begin(job.progress, state.tensors())
 
     def before_update(self, mark: Mark | None) -> Mark | None:

@@ -80,14 +80,14 @@ def build_model(
         dropout=ModelDropout(config.model.attention_dropout, config.model.hidden_dropout, config.run.seed),
         linear_kernel=config.attention.linear_attention_kernel,
     )
-    chunks = []
+    model_chunks = []
     for stage in range(stages or 1):
         chunk = _build_chunk(config, core_config, grid, settings, vocab_size, stage if stages else None, offload)
         initialize_weights(chunk, core_config, config, vocab_size, device)
         if config.model.lora_rank:
             train_adapters_alone(chunk)
-        chunks.append(chunk)
-    return chunks
+        model_chunks.append(chunk)
+    return model_chunks
 
 
 def _build_chunk(
@@ -103,9 +103,9 @@ def _build_chunk(
     stages = core_config.virtual_pipeline_model_parallel_size or 1
     first = grid.pipeline.rank == 0 and (stage or 0) == 0
     last = grid.pipeline.rank == grid.pipeline.size - 1 and (stage or 0) == stages - 1
-    chunks = None
+    chunk_settings = None
     if in_chunks(config):
-        chunks = ChunkSettings(
+        chunk_settings = ChunkSettings(
             settings,
             fpdt=config.chunks.fpdt,
             ffn_chunks=config.chunks.ffn_chunks,
@@ -133,7 +133,7 @@ def _build_chunk(
             mixers=_mixers(config, start, stop),
             pattern=hybrid_pattern(model)[start:stop],
         )
-        return block_spec(core_config, settings, layers, chunks)
+        return block_spec(core_config, settings, layers, chunk_settings)
 
     start, stop = stage_span(config, grid.pipeline.rank, stage or 0)
     spec, further = spec_of(start, stop), None
@@ -152,7 +152,7 @@ def _build_chunk(
         loss_chunks=loss_chunks(config, vocab_size),
         scoring=config.pairs,
         rewards=model.reward_model,
-        chunks=chunks,
+        chunks=chunk_settings,
         settings=settings,
         softcap=model.final_logit_softcapping,
         max_sequence_length=model.max_position_embeddings,

@@ -35,7 +35,7 @@ class StepMemory(Feature):
         """Measure the step in the block; yields a function to call when each of its phases begins, or None."""
         record = iteration == self._recorded
         with self.peak.step(record=record) as meter:
-            profile = MemoryProfile(meter, self.job.chunks, self.job.optimizer) if record else None
+            profile = MemoryProfile(meter, self.job.model_chunks, self.job.optimizer) if record else None
             yield profile.mark if profile else None
             self._profile = profile.finish() if profile else None
 
