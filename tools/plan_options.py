@@ -36,7 +36,11 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--longest", action="store_true", help="the longest sequence that fits, and its plan")
     options.add_argument("--global-batch", default="1", metavar="N", help="sequences per step (1)")
     options.add_argument(
-        "--documents", default="", metavar="FILE|mean:N", help="sequences are packed documents of these lengths"
+        "--documents", default="", metavar="FILE|mean:N", help="sequences are packed documents of these lengths, or "
+        "trees of answers that share a prompt: prompt:24K,answers:8,answer:8K",
+    )
+    options.add_argument(
+        "--reference", action="store_true", help="a frozen copy of the weights computes each sample first (--dpo)"
     )
     options.add_argument("--window", default="0", metavar="N", help="tokens that a query sees, including itself")
     options.add_argument(
@@ -113,6 +117,8 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
         raise Refusal(f"--seed {args.seed} has no effect without --jitter: add --jitter SHARE, or leave it out")
     if args.no_fpdt and args.fpdt_chunk:
         raise Refusal("--no-fpdt and --fpdt-chunk exclude each other: leave one out")
+    if args.confirm and args.reference:
+        raise Refusal("--confirm with --reference: a dry run needs the pairs: add --dry-run to the printed command")
     if args.confirm and args.documents:
         raise Refusal("--confirm with --documents: a dry run has one document per sample: leave one out")
     window = 0 if args.window == "0" else tokens(args.window, "--window")
@@ -120,7 +126,7 @@ def planning_problems(args: argparse.Namespace, flags: list[str]) -> tuple[Reque
     if skip == 1 or (skip and not window):
         raise Refusal(f"--window-attn-skip-freq {skip} needs --window N and layers that have it: use 2 or more with it")
     request = Request(tuple(flags), tokens(args.global_batch, "--global-batch"), args.documents, window, skip,
-                      args.expert_imbalance)  # fmt: skip
+                      args.expert_imbalance, args.reference)  # fmt: skip
     workload = request.workload(tokens(args.seq_length, "--seq-length") if args.seq_length else 1024)
     problems = []
     for machine in map(load, args.gpu):

@@ -19,7 +19,7 @@ class Memory:
     """Bytes of one rank. All but ``host`` add up to the device's peak.
 
     Attributes:
-        parameters: weights, including those that FSDP has gathered at the peak.
+        parameters: weights, a reference's too, including those that FSDP has gathered at the peak.
         gradients: fp32 buffers.
         optimizer: Adam's states and fp32 main weights.
         activations: what forward passes have kept for backward at the peak.
@@ -96,7 +96,7 @@ def device_memory(
     moments.append((0, step - always, 0, gradients))
     kept, temporary, gathered, gradients = max(moments, key=sum)
     return Memory(
-        parameters=states.parameters + gathered,
+        parameters=(1 + workload.reference) * states.parameters + gathered,
         gradients=gradients,
         optimizer=states.optimizer,
         activations=kept + always,

@@ -137,6 +137,7 @@ class Workload:
         imbalance: tokens that the busiest rank's experts get, over the mean of all experts.
         uneven: pairs of a ring's busiest rank over the mean in a micro-batch of packed documents: rows for rings of 2,
             4, 8, ..., columns for micro-batches of 1, 2, 4, ...; empty: the same on all ranks.
+        reference: a frozen copy of the model computes each sample first, as with --dpo.
     """
 
     shape: Shape
@@ -149,6 +150,7 @@ class Workload:
     whole: float = 0.0
     whole_keys: float = 0.0
     imbalance: float = 1.0
+    reference: bool = False
 
     @property
     def attended(self) -> float:

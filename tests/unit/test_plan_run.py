@@ -13,7 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.context_parallel.layout.masks import Causal, Documents, Window
+from megatron.context_parallel.layout.tree import Tree
 from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
@@ -115,6 +118,31 @@ def test_keys_of_packed_documents_are_counted() -> None:
         > packed("mean:8K", 1 << 17).keys
         > packed("mean:8K", 1 << 17, 999).keys
     )
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_keys_of_trees_are_counted(window: int) -> None:
+    """Those of the mask that trains them; a tree that is longer than a sequence is refused."""
+    tree = Tree((12, 19, 26, 33), (-1, 0, 0, 0))
+    mask = Documents(tree, Window(window - 1) if window else Causal())
+    at = torch.arange(33)
+    pairs = int(mask.allowed(at[:, None], at[None]).sum())
+    assert packed("prompt:12,answers:3,answer:7", 33, window).keys == pytest.approx(pairs / 33)
+    for text, message in (("prompt:12,answers:3,answer:8", "36 tokens"), ("prompt:12,answers:3", "give prompt")):
+        with pytest.raises(Refusal, match=message):
+            packed(text, 33)
+
+
+def test_a_reference_has_weights_and_forward_passes(eight: Problem) -> None:
+    """As a dry run of --dpo counts them (tests/distributed/test_preferences.py)."""
+    both = replace(eight.workload, reference=True)
+    for strategy in (Strategy(ulysses=8, zero=1, recompute="full"), Strategy(ring=4, pipeline=2, recompute="full")):
+        alone, copy = (estimate(workload, strategy, A100) for workload in (eight.workload, both))
+        assert 1.2 < copy.seconds / alone.seconds < 1.3 and copy.flops == alone.flops
+        assert copy.parts["gemm"] / alone.parts["gemm"] == pytest.approx(5 / 4, rel=0.02)  # forward runs twice already
+        alone, copy = (device_memory(workload, strategy) for workload in (eight.workload, both))
+        assert copy.parameters == 2 * alone.parameters
+        assert copy.total - copy.parameters == alone.total - alone.parameters
 
 
 def test_a_zigzag_ring_waits_for_the_rank_with_the_most_pairs() -> None:
@@ -268,6 +296,7 @@ def test_a_report_of_a_run_has_its_cost_and_a_command_that_saves(capsys: pytest.
         ("--train-tokens 1B --failures {wrong}", "gpu_hours_per_failure"),
         ("--margin 200%", "--margin 200%"),
         ("--documents nowhere", "--documents nowhere"),
+        ("--reference --confirm", "--confirm with --reference"),
         ("--documents mean:4K --confirm", "--confirm with --documents"),
         ("--window x", "--window x"),
     ],

@@ -127,6 +127,14 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         rooted = shape.tied or chunks_of(workload, strategy).loss > 0
         _sharded_layers(parts, sum(forward.values()), sum(backward.values()), strategy, held, machine, program, rooted)
     total = add({}, parts, batches)
+    if workload.reference:  # a forward pass of all layers and of the loss, whose parts are those of three passes
+        add(total, forward, batches * held.layers)
+        add(total, last, batches / 3)
+        others += (pipeline - 1) * sum(forward.values()) * held.layers
+        if strategy.zero >= 2:
+            gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
+            waited = max((1 - machine.calibration.overlap) * gather, gather - sum(forward.values()))
+            total["dp"] = total.get("dp", 0.0) + batches * waited * held.layers
     if pipeline > 1:
         _pipeline(total, others, workload, strategy, machine, program)
     if strategy.zero <= 1 and strategy.group("dp").size > 1:

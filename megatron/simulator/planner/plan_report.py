@@ -94,6 +94,11 @@ def environment(strategy: Strategy) -> list[str]:
     return [*one, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
 
 
+PAIRS = (  # in place of random tokens
+    "--data-path pairs.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model model --load model --finetune"
+).split()
+
+
 @dataclass(frozen=True)
 class Report:
     """Ranked plans of a request."""
@@ -111,6 +116,8 @@ class Report:
 
     def _job(self) -> list[str]:
         job = JOB[2:]
+        if self.request.reference:
+            job[job.index("--mock-data") :] = PAIRS
         if self.run:
             job[job.index("--train-iters") + 1] = str(self.run.steps)
             if self.run.save_interval:

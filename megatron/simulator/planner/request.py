@@ -107,7 +107,8 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
 
     Args:
         documents: distribution of lengths: ``mean:8K`` (exponential), ``mean:8K,sigma:1.2`` (log-normal), or a file:
-            lengths in tokens, one per line, or the .idx of a dataset; empty: a sample is one document.
+            lengths in tokens, one per line, or the .idx of a dataset; ``prompt:24K,answers:8,answer:8K``: trees of
+            answers that share a prompt; empty: a sample is one document.
         window: maximum number of keys that a query sees; 0: no limit.
 
     Raises:
@@ -115,6 +116,8 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
     """
     if not documents:
         return Packed(_keys(seq_length, window) / seq_length, 0.0)
+    if documents.startswith("prompt:"):
+        return _trees(documents, seq_length, window)
     draw, mean = _lengths(documents)
     count = max(FEWEST, min(MOST, int(DRAWS * mean / seq_length)))
     bounds = [seq_length * part // PARTS for part in range(1, PARTS + 1)]
@@ -134,6 +137,20 @@ def packed(documents: str, seq_length: int, window: int = 0) -> Packed:
     pairs = [sum(parts) / seq_length for parts in samples]
     keys = fmean(pairs)
     return Packed(keys, pstdev(pairs) / keys, _uneven(samples, zigzag=not window))
+
+
+def _trees(text: str, seq_length: int, window: int) -> Packed:
+    """A sample of equal trees, each a prompt that is computed once and its answers (layout/tree.py)."""
+    given = dict(part.partition(":")[::2] for part in text.split(","))
+    if given.keys() != {"prompt", "answers", "answer"}:
+        raise Refusal(f"--documents {text}: give prompt:N,answers:N,answer:N")
+    prompt, answers, answer = (tokens(given[name], f"--documents {name}:") for name in ("prompt", "answers", "answer"))
+    size = prompt + answers * answer
+    if size > seq_length:
+        raise Refusal(f"--documents {text}: a tree has {size:,} tokens, more than a sequence of {seq_length:,}")
+    shared = _keys(prompt, window)
+    pairs = shared + answers * (_keys(prompt + answer, window) - shared)
+    return Packed(pairs / size, 0.0)
 
 
 def _uneven(samples: list[list[float]], *, zigzag: bool) -> tuple[tuple[float, ...], ...]:
@@ -243,6 +260,7 @@ class Request:
     window: int = 0  # tokens that a query sees, including itself; 0: all before it
     window_skip: int = 0  # every n-th layer has no window; 0: all layers have it
     imbalance: float = 1.0  # tokens of the busiest rank's experts, over the mean
+    reference: bool = False  # a frozen copy computes each sample first
 
     @property
     def entry(self) -> str:
@@ -263,9 +281,12 @@ class Request:
         if shape.pattern and self.window and self.window_skip:
             raise Refusal("--window-attn-skip-freq with --is-hybrid-model: the planner has one window: leave it out")
         if not self.documents and not 0 < self.window < seq_length:
-            return Workload(shape, seq_length, self.global_batch, imbalance=self.imbalance)
+            return Workload(
+                shape, seq_length, self.global_batch, imbalance=self.imbalance, reference=self.reference
+            )
         work = packed(self.documents, seq_length, self.window)
         counted = {"keys": work.keys, "spread": work.spread, "uneven": work.uneven, "imbalance": self.imbalance}
+        counted["reference"] = self.reference
         whole = config.model.num_layers // self.window_skip if self.window_skip else 0
         if whole and self.window:
             counted |= {"whole": whole / config.model.num_layers, "uneven": packed(self.documents, seq_length).uneven}
@@ -279,6 +300,8 @@ class Request:
         flags = [*self.flags, *([] if named or given else ["--max-position-embeddings", str(seq_length)])]
         flags += ["--window-size", f"{self.window - 1},0"] if self.window else []
         flags += ["--window-attn-skip-freq", str(self.window_skip)] if self.window_skip else []
+        if self.reference:
+            return [*flags, "--dpo"]  # which separates documents itself
         return flags + (["--reset-position-ids", "--reset-attention-mask"] if self.documents else [])
 
 

@@ -227,6 +227,7 @@ def workload_of(config: Config, vocab_size: int) -> Workload:
         config.data.seq_length,
         config.data.global_batch_size,
         causal=config.attention.attention_mask in ("causal", None) and parallel.context_parallel_balance != "documents",
+        reference=config.pairs and config.data.dpo_reference == "copy" and not config.model.reward_model,
     )
 
 
