@@ -396,7 +396,7 @@ def test_training_logs_its_tasks(tmp_path):
 
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    assert "needle-hits" in board.Tags()["scalars"]
+    assert "needle_hits" in board.Tags()["scalars"]
 
 
 def test_held_out_data_are_needed(pool, tmp_path):

@@ -216,7 +216,6 @@ REFUSED = [
     ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "", "'x' is not a finite number"),
     ({"prompt": "a", "chosen": "b " * 400, "rejected": "c"}, "", "both answers must fit in --seq-length 256"),
     ({}, "--dpo", "--dpo with --reward-model"),
-    ({}, "--dry-run --world-size 1", "--reward-model with --dry-run"),
     ({}, "--eval-tasks needle", "only --eval-tasks scores"),
 ]
 

@@ -182,14 +182,13 @@ def test_a_unit_whose_weights_are_too_large_does_not_end_the_search() -> None:
 
 @pytest.mark.lab
 def test_few_strategies_on_a_thousand_gpus_are_priced() -> None:
-    """The planner's work, counted in priced layers; one takes about 0.3 ms."""
+    """The planner's work, counted in prices of layers and ends, and memories; one takes about 0.3 ms."""
     problem = problem_of("llama3-70b", 1024 * K, 16, 1024, "H100-80G")
-    for cache in (layer_passes, priced_ends, device_memory):
+    caches = layer_passes, priced_ends, device_memory
+    for cache in caches:
         cache.cache_clear()
     assert len(search(problem, near=1.0).plans) >= 10
-    assert layer_passes.cache_info().misses < 4500
-    assert priced_ends.cache_info().misses < 2600  # each ZeRO stage sums gradients differently
-    assert device_memory.cache_info().misses < 4000
+    assert sum(cache.cache_info().misses for cache in caches) < 11_000
 
 
 @pytest.mark.parametrize("machine", ["A100-80G", "B200-192G"])
