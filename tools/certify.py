@@ -35,7 +35,7 @@ from megatron.training.untrusted.largest_numbers import check_numbers
 from tools.launch_command import grid as size_of_grid
 from tools.launch_command import launch
 
-EXIT_WRONG, EXIT_REFUSED = 1, 2
+EXIT_REFUSED = 2
 BOTH = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}]
 
 
@@ -57,19 +57,11 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
         print(f"error: {error.render() if isinstance(error, Refusal) else error}", file=sys.stderr)
         return EXIT_REFUSED
     import megatron.context_parallel as cp
-    from megatron.certifying.processes_of_program import ProgramFailed
+    from megatron.certifying.__main__ import report
 
     for note in notes:
         print(f"note: {note}")
-    try:
-        certificate = cp.certify(program, grids, sees=args.sees, run=run)
-    except (ProgramFailed, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    print(certificate)
-    if args.picture:
-        certificate.draw(args.picture)
-    return 0 if certificate.right else EXIT_WRONG
+    return report(lambda: cp.certify(program, grids, sees=args.sees, run=run), args.picture)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
-from megatron.certifying.certificate import certify
+from megatron.certifying.certificate import Certificate, certify
 from megatron.certifying.of_file import OfFile, sizes_of
 from megatron.certifying.processes_of_program import ProgramFailed
 
+WRONG, REFUSED = 1, 2
 
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(
@@ -30,13 +32,20 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
     options.add_argument("program", metavar="FILE.py:NAME", help="the function")
     args = options.parse_args(argv)
+    return report(lambda: certify(OfFile(args.program), [sizes_of(text) for text in args.grid], sees=args.sees))
+
+
+def report(make: Callable[[], Certificate], picture: str | None = None) -> int:
+    """Print a certificate, or why there is none; returns the exit code."""
     try:
-        certificate = certify(OfFile(args.program), [sizes_of(text) for text in args.grid], sees=args.sees)
+        certificate = make()
     except (ProgramFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     print(certificate)
-    return 0 if certificate.right else 1
+    if picture:
+        certificate.draw(picture)
+    return 0 if certificate.right else WRONG
 
 
 if __name__ == "__main__":

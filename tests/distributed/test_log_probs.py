@@ -19,7 +19,7 @@ from megatron.context_parallel.huggingface import Fpdt, parallelize
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from tests.distributed import test_experts, test_gated_delta_net, test_latent_attention, test_mamba2
 from tests.distributed.test_training import cp as over
-from tests.distributed.training_runs import compare_gradients, fpdt, make_job, train_job
+from tests.distributed.training_runs import compare_gradients, fpdt, make_job, train_job, wrong_by
 from tests.errors import worst
 from tests.families import LIMIT, ROUNDINGS, small_model
 from tests.hugging_face import LENGTH, Outcome, averaged, errors, take_grads, whole_batch
@@ -363,15 +363,9 @@ def test_models_of_core(pool, on_one_process, shared, world, model, grid):
         last_bit = test_gated_delta_net.last_bit
         moved = pool.run(train_by_scores, 1, model, options, entropy, 1, last_bit, timeout=120)[0][1]
         for _, mine in results:
-            for name, grad in mine.items():
-                right = expected_grads[name]
-                limit = max(1e-5, 2 * worst_of(moved[name], right))
-                assert worst_of(grad, right) < limit < 1e-3, name
-
-
-def worst_of(x: Tensor, right: Tensor) -> float:
-    """The largest error over the largest entry."""
-    return float((x - right).abs().max() / right.abs().max())
+            for name in mine:
+                limit = max(1e-5, 2 * wrong_by(moved, expected_grads, name))
+                assert wrong_by(mine, expected_grads, name) < limit < 1e-3, name
 
 
 # ---- Mistakes that these comparisons must see.

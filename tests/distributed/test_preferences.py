@@ -155,6 +155,15 @@ def test_packed_pairs_have_the_loss_of_each_answer_alone(data, alone, kind):
         assert (grads[f"{name}.weight"] - theirs).abs().max() < 1e-5 * theirs.abs().max(), name
 
 
+def as_alone(results: list[tuple], expected: tuple) -> None:
+    """Assert that what :func:`tune` returns of each rank is what it returns on one process."""
+    losses, grads, samples, logged = expected
+    for mine, _, my_samples, my_logged in results:
+        assert mine == pytest.approx(losses, rel=1e-5, abs=1e-7) and my_samples == samples
+        assert my_logged == pytest.approx(logged, rel=1e-4, abs=1e-6)
+    compare_gradients([mine for _, mine, *_ in results], grads, 1e-5, smallest=1e-7)
+
+
 GRIDS = [
     (4, U2R2, ""),
     (2, SP, ""),
@@ -183,12 +192,8 @@ GRIDS = [
 @pytest.mark.parametrize("world, grid, model", GRIDS)
 @pytest.mark.usual(0)
 def test_the_grid_does_not_matter(pool, data, alone, world, grid, model):
-    losses, grads, samples, logged = alone(model)
-    results = pool.run(tune, world, f"{data[0]} {model} {grid}", timeout=180)
-    for mine, _, my_samples, my_logged in results:
-        assert mine == pytest.approx(losses, rel=1e-5, abs=1e-7) and my_samples == samples
-        assert my_logged == pytest.approx(logged, rel=1e-4, abs=1e-6)
-    compare_gradients([mine for _, mine, *_ in results], grads, 1e-5, smallest=1e-7)
+    losses, *_ = expected = alone(model)
+    as_alone(pool.run(tune, world, f"{data[0]} {model} {grid}", timeout=180), expected)
     if not model:
         assert losses[0] == pytest.approx(0.6931472, rel=1e-6) and losses[2] < losses[0]
 

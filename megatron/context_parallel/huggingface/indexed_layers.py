@@ -8,10 +8,10 @@ gathered over the ranks.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,27 @@ class ByChoice(Protocol):
         ...
 
 
+class Form(NamedTuple):
+    """What differs between modules.
+
+    Attributes:
+        rotate: the function of the module's file that rotates the indexer's queries and keys.
+        hands_on: the module returns its choice, which later layers may use.
+    """
+
+    rotate: str
+    hands_on: bool
+
+
+FORMS = {
+    "DeepseekV32Attention": Form("apply_rotary_pos_emb", False),
+    "GlmMoeDsaAttention": Form("apply_rotary_pos_emb_interleave", True),
+}
+
+
 def chooses_keys(module: nn.Module) -> bool:
     """Whether a module is latent attention whose queries choose their keys, in a form that is known here."""
-    return type(module).__name__ in ("DeepseekV32Attention", "GlmMoeDsaAttention")
+    return type(module).__name__ in FORMS
 
 
 def forward_by_choice(
@@ -49,7 +67,8 @@ def forward_by_choice(
         raise ValueError(f"{who} has no causal mask made by transformers: not supported over ranks")
     if module.training and module.attention_dropout:
         raise ValueError(f"{who} has dropout of attention, which is not supported over ranks: set attention_dropout=0")
-    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb_interleave
+    form, functions = FORMS[who], sys.modules[type(module).__module__]
+    rotate = functions.apply_rotary_pos_emb_interleave
     plain, rotated, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
     compressed_q = module.q_a_layernorm(module.q_a_proj(hidden_states))
     q = module.q_b_proj(compressed_q).unflatten(-1, (-1, plain + rotated))
@@ -65,26 +84,27 @@ def forward_by_choice(
     kv = torch.cat((k_rotated.squeeze(2), latent), dim=-1)
     chosen = prev_topk_indices
     if module.indexer is not None:
-        chosen = _choose(module.indexer, hidden_states, compressed_q, position_embeddings, attention_mask)
+        turned = partial(getattr(functions, form.rotate), cos=position_embeddings[0], sin=position_embeddings[1])
+        chosen = _choose(module.indexer, hidden_states, compressed_q, turned, attention_mask)
     out = attention_mask.attend_chosen(absorbed, kv, chosen, module.kv_lora_rank, module.scaling)
     result = module.o_proj(torch.einsum("bshc,chv->bshv", out, up_value).flatten(2))
-    hands_on = "prev_topk_indices" in inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    return (result, None, chosen) if hands_on else (result, None)
+    return (result, None, chosen) if form.hands_on else (result, None)
 
 
 @torch.no_grad()
 def _choose(
-    indexer: nn.Module, hidden: Tensor, compressed_q: Tensor, cos_sin: tuple[Tensor, Tensor], by: ByChoice
+    indexer: nn.Module,
+    hidden: Tensor,
+    compressed_q: Tensor,
+    rotate: Callable[..., tuple[Tensor, Tensor]],
+    by: ByChoice,
 ) -> Tensor:
     """The keys that an indexer of transformers chooses; it is not trained there."""
-    own = inspect.unwrap(type(indexer).forward).__code__.co_names
-    name = next(name for name in ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb") if name in own)
-    rotate = getattr(sys.modules[type(indexer).__module__], name)
     sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
     q = indexer.wq_b(compressed_q).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
     (q_rotated, q_plain), (k_rotated, k_plain) = q.split(sizes, dim=-1), k.split(sizes, dim=-1)
-    q_rotated, k_rotated = rotate(q_rotated, k_rotated, *cos_sin, unsqueeze_dim=2)
+    q_rotated, k_rotated = rotate(q_rotated, k_rotated, unsqueeze_dim=2)
     q, k = torch.cat((q_rotated, q_plain), dim=-1), torch.cat((k_rotated, k_plain), dim=-1).squeeze(2)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
     return by.choose(q, k, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale), indexer.index_topk)

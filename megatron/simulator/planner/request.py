@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any
 
 from megatron.decisions.state_exchange import LARGEST_KEYS
 from megatron.formulas.strategy import Shape, Workload
@@ -280,13 +281,11 @@ class Request:
         _check_imbalance(shape, self.imbalance)
         if shape.pattern and self.window and self.window_skip:
             raise Refusal("--window-attn-skip-freq with --is-hybrid-model: the planner has one window: leave it out")
+        counted: dict[str, Any] = {"imbalance": self.imbalance, "reference": self.reference}
         if not self.documents and not 0 < self.window < seq_length:
-            return Workload(
-                shape, seq_length, self.global_batch, imbalance=self.imbalance, reference=self.reference
-            )
+            return Workload(shape, seq_length, self.global_batch, **counted)
         work = packed(self.documents, seq_length, self.window)
-        counted = {"keys": work.keys, "spread": work.spread, "uneven": work.uneven, "imbalance": self.imbalance}
-        counted["reference"] = self.reference
+        counted |= {"keys": work.keys, "spread": work.spread, "uneven": work.uneven}
         whole = config.model.num_layers // self.window_skip if self.window_skip else 0
         if whole and self.window:
             counted |= {"whole": whole / config.model.num_layers, "uneven": packed(self.documents, seq_length).uneven}
