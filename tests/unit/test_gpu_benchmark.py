@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fpdt, layer_work, peers
+from benchmarks import fpdt, layer_work
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import attention, kernels, pictures, predict, program, rates, run_tests, step
 from benchmarks.gpu.ahead import compiled
@@ -396,7 +396,7 @@ def test_the_machine_of_a_gpu_extends_the_shipped_one(monkeypatch) -> None:
     assert "host_link" not in result and "attention" not in result and json.dumps(result)
 
 
-# The FPDT benchmark: flags of all modes are accepted, and figures become files and a picture. Last, peers.py is tested.
+# The FPDT benchmark: flags of all modes are accepted, and figures become files and a picture.
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, *words: str):
@@ -433,17 +433,3 @@ def test_figures_become_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert len(list(csv.DictReader((tmp_path / "sweep.csv").open()))) == 2 * len(args.modes)
     assert (tmp_path / "sweep.png").stat().st_size > 5000
     assert "out of" in capsys.readouterr().out  # the table may wrap the line
-
-
-@pytest.mark.full
-def test_peers_are_compared_with_one_process(tmp_path: Path) -> None:
-    """Our gradients are right in every accepted case, and wrong gradients are detected."""
-    argv = ["--processes", "2", "--seq-length", "64", "--repeats", "1", "--json", str(tmp_path / "peers.json")]
-    subprocess.run([sys.executable, "benchmarks/peers.py", *argv], check=True, cwd=ROOT, timeout=patience(300))
-    result = json.loads((tmp_path / "peers.json").read_text())
-    refused = {"ours, Ulysses 2": {"3 heads", "255 tokens"}, "ours, Ring 2": {"255 tokens"}}
-    for party, cannot in refused.items():
-        assert {case for case, errors in result["cases"].items() if isinstance(errors[party], str)} == cannot
-        assert all(errors[party] < 1e-5 for case, errors in result["cases"].items() if case not in cannot)
-        assert len(result["seconds"][party]) == peers.STEPS
-    assert peers.verdict(0.3) == "WRONG by 30 %" and peers.verdict(1e-6).startswith("right")
