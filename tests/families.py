@@ -56,13 +56,13 @@ SMALL: list[tuple[str, float | int]] = [
     (r"qk_nope_head_dim|v_head_dim", 8),
     (r"qk_rope_head_dim", 4),
     (r"qk_head_dim", 12),
+    (r"index_n_heads", 16),  # with few, many scores are exactly 0, and transformers chooses some of the equal keys
     (r"head_dim|d_head$|head_size$|kv_channels|headdim|dim_head|d_kv|rel$", 8),
     (r"heads?$|attention_heads$|n_head$|heads_per", 4),
     (r"rotary_dim", 4),
     (r"position|max_seq_len|context_length|n_ctx|model_max_length|rel_extent", 128),
     (r"sliding_window_pattern|attn_every|layer_interval|period|layer_group_size|sparse_step", 2),
     (r"sliding_window|attention_chunk_size|window_size|window_len|local_attention", 8),
-    (r"index_n_heads", 16),  # with few, many scores are exactly 0, and transformers chooses some of the equal keys
     (r"index_block_size|index_n|block_size", 4),
     (r"chunk_size$", 8),
     (r"first_k_dense|num_dense_layers|layer_start_index|layer_offset|first_layer", 1),

@@ -256,3 +256,17 @@ def test_without_labels_the_loss_is_zero():
     with parallelize(model(), GRID, seq_length=LENGTH) as context:
         assert model()(**context.shard(batch | {"labels": torch.full((2, LENGTH), -100)})).loss == 0
     assert model().config._attn_implementation != NAME
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_layers_that_choose_keys_generate_with_their_cache_in_a_pause(kind):
+    own, batch = tiny_model(kind, use_cache=True), whole_batch()
+    given = {"input_ids": batch["input_ids"][:, :20], "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = own.generate(**given)
+    with parallelize(own, GRID, seq_length=LENGTH) as context:
+        loss = own(**context.shard(batch)).loss
+        with pytest.raises(ValueError, match="this model is distributed over ranks"):
+            own.generate(**given)
+        with context.paused():
+            assert torch.equal(own.generate(**given), expected)
+        assert torch.equal(own(**context.shard(batch)).loss, loss)

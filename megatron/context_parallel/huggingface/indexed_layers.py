@@ -1,32 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of transformers whose queries choose their keys, over ranks: DeepSeek V3.2 and GLM-5.
+"""Layers of transformers whose queries choose their keys, over ranks: DeepSeek V3.2, GLM-5, A.X K2, dots3.
 
 transformers makes the keys and values of every head and a mask with s x s entries. Here the up-projection goes to the
 queries and to the result instead: all heads share the latents as keys, and only latents and the indexer's keys are
 gathered over the ranks.
+
+transformers does not train the indexer. With the argument ``indexer_loss`` of ``parallelize`` it learns from attention.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatron.context_parallel.sparse_attention.chosen_attention import Indexer
+
 
 class ByChoice(Protocol):
-    """What a model passes to its attention as ``attention_mask``, for these layers."""
+    """What a model passes to its attention as ``attention_mask``, for these layers.
+
+    Attributes:
+        lessons: takes the losses [b, s] of the layers' indexers; None: they are not trained.
+    """
+
+    lessons: list[Tensor] | None
 
     def choose(self, q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
         """q [b, s, heads, d], k [b, s, d], weights [b, s, heads] -> the chosen keys [b, s, n]."""
         ...
 
-    def attend_chosen(self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:
+    def attend_chosen(
+        self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float, indexer: Indexer | None
+    ) -> Tensor:
         """q [b, s, heads, d], kv [b, s, d], whose last entries are the value -> [b, s, heads, value_size]."""
         ...
+
+
+class Queries(NamedTuple):
+    """Queries [b, s, heads, d], the indexer's input, and a factor [b, s, heads, 1 or v] of attention's result."""
+
+    q: Tensor
+    compressed: Tensor
+    gate: Tensor | None = None
+
+
+def _queries(module: nn.Module, hidden: Tensor) -> Queries:
+    compressed = module.q_a_layernorm(module.q_a_proj(hidden))
+    return Queries(_by_head(module, module.q_b_proj(compressed)), compressed)
+
+
+def _queries_of_axk2(module: nn.Module, hidden: Tensor) -> Queries:
+    first = module.q_a_proj(hidden)
+    compressed = module.q_a_layernorm(first)
+    both = _by_head(module, module.q_gate_proj(torch.cat((compressed, first), dim=-1)))
+    q, gate = both.split([module.qk_head_dim, module.v_head_dim], dim=-1)
+    return Queries(q, compressed, gate.float().sigmoid())
+
+
+def _queries_of_dots3(module: nn.Module, hidden: Tensor) -> Queries:
+    compressed = module.q_a_layernorm(module.q_a_proj(hidden)) * module.q_lora_scale
+    gate = module.g_proj(hidden).unsqueeze(-1).sigmoid()
+    return Queries(_by_head(module, module.q_b_proj(compressed)), compressed, gate)
+
+
+def _by_head(module: nn.Module, x: Tensor) -> Tensor:
+    return x.unflatten(-1, (module.num_heads, -1))
 
 
 class Form(NamedTuple):
@@ -35,21 +79,26 @@ class Form(NamedTuple):
     Attributes:
         rotate: the function of the module's file that rotates the indexer's queries and keys.
         hands_on: the module returns its choice, which later layers may use.
+        queries: of a module's input.
     """
 
     rotate: str
-    hands_on: bool
+    hands_on: bool = False
+    queries: Callable[[nn.Module, Tensor], Queries] = _queries
 
 
+HALVES, PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"
 FORMS = {
-    "DeepseekV32Attention": Form("apply_rotary_pos_emb", False),
-    "GlmMoeDsaAttention": Form("apply_rotary_pos_emb_interleave", True),
+    "DeepseekV32Attention": Form(HALVES),
+    "GlmMoeDsaAttention": Form(PAIRS, hands_on=True),
+    "AXK2Attention": Form(HALVES, queries=_queries_of_axk2),
+    "Dots3NoteTextAttention": Form(PAIRS, queries=_queries_of_dots3),
 }
 
 
 def chooses_keys(module: nn.Module) -> bool:
     """Whether a module is latent attention whose queries choose their keys, in a form that is known here."""
-    return type(module).__name__ in FORMS
+    return type(module).__name__ in FORMS and (module.indexer is not None or FORMS[type(module).__name__].hands_on)
 
 
 def forward_by_choice(
@@ -68,43 +117,45 @@ def forward_by_choice(
     if module.training and module.attention_dropout:
         raise ValueError(f"{who} has dropout of attention, which is not supported over ranks: set attention_dropout=0")
     form, functions = FORMS[who], sys.modules[type(module).__module__]
-    rotate = functions.apply_rotary_pos_emb_interleave
+    rotate = getattr(functions, PAIRS)
     plain, rotated, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
-    compressed_q = module.q_a_layernorm(module.q_a_proj(hidden_states))
-    q = module.q_b_proj(compressed_q).unflatten(-1, (-1, plain + rotated))
+    q, compressed, gate = form.queries(module, hidden_states)
     q_plain, q_rotated = q.split([plain, rotated], dim=-1)
     both = module.kv_a_proj_with_mqa(hidden_states)
     latent, k_rotated = both.split([module.kv_lora_rank, rotated], dim=-1)
-    latent = module.kv_a_layernorm(latent)
+    latent = module.kv_a_layernorm(latent) * getattr(module, "kv_lora_scale", 1)
+    k_rotated = getattr(module, "k_rope_only_layernorm", nn.Identity())(k_rotated)
     q_rotated, k_rotated = rotate(q_rotated, k_rotated.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
     # The layer is called, not its weight read, so that adapters and hooks work.
     up = module.kv_b_proj(torch.eye(module.kv_lora_rank, dtype=latent.dtype, device=latent.device))
     up_key, up_value = up.unflatten(1, (-1, plain + value)).split([plain, value], dim=-1)
-    absorbed = torch.cat((q_rotated, torch.einsum("bshn,chn->bshc", q_plain, up_key)), dim=-1)
-    kv = torch.cat((k_rotated.squeeze(2), latent), dim=-1)
-    chosen = prev_topk_indices
+    absorbed = torch.cat((q_rotated, torch.einsum("bshn,chn->bshc", q_plain, up_key)), dim=-1).to(latent.dtype)
+    kv = torch.cat((k_rotated.squeeze(2).to(latent.dtype), latent), dim=-1)
+    chosen, teaches = prev_topk_indices, None
     if module.indexer is not None:
         turned = partial(getattr(functions, form.rotate), cos=position_embeddings[0], sin=position_embeddings[1])
-        chosen = _choose(module.indexer, hidden_states, compressed_q, turned, attention_mask)
-    out = attention_mask.attend_chosen(absorbed, kv, chosen, module.kv_lora_rank, module.scaling)
-    result = module.o_proj(torch.einsum("bshc,chv->bshv", out, up_value).flatten(2))
+        learns = attention_mask.lessons is not None and any(x.requires_grad for x in module.indexer.parameters())
+        with nullcontext() if learns else torch.no_grad():
+            indexer = _index(module.indexer, hidden_states.detach(), compressed.detach(), turned)
+        chosen = attention_mask.choose(*indexer, module.indexer.index_topk)
+        teaches = indexer if learns else None
+    out = attention_mask.attend_chosen(absorbed, kv, chosen, module.kv_lora_rank, module.scaling, teaches)
+    out = torch.einsum("bshc,chv->bshv", out, up_value)
+    out = out if gate is None else (out * gate).to(out.dtype)
+    result = module.o_proj(out.flatten(2))
     return (result, None, chosen) if form.hands_on else (result, None)
 
 
-@torch.no_grad()
-def _choose(
-    indexer: nn.Module,
-    hidden: Tensor,
-    compressed_q: Tensor,
-    rotate: Callable[..., tuple[Tensor, Tensor]],
-    by: ByChoice,
-) -> Tensor:
-    """The keys that an indexer of transformers chooses; it is not trained there."""
+def _index(
+    indexer: nn.Module, hidden: Tensor, compressed_q: Tensor, rotate: Callable[..., tuple[Tensor, Tensor]]
+) -> Indexer:
+    """The queries [b, s, heads, d], keys [b, s, d] and weights [b, s, heads] of an indexer of transformers."""
     sizes = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
     q = indexer.wq_b(compressed_q).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
     (q_rotated, q_plain), (k_rotated, k_plain) = q.split(sizes, dim=-1), k.split(sizes, dim=-1)
     q_rotated, k_rotated = rotate(q_rotated, k_rotated, unsqueeze_dim=2)
     q, k = torch.cat((q_rotated, q_plain), dim=-1), torch.cat((k_rotated, k_plain), dim=-1).squeeze(2)
-    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype)).float()
-    return by.choose(q, k, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale), indexer.index_topk)
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return Indexer(q, k, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale))

@@ -103,6 +103,7 @@ def parallelize(
     kernel: str = "auto",
     loss_chunks: int | None = None,
     dropout_seed: int = 0,
+    indexer_loss: float = 0.0,
 ) -> ContextParallel:
     """Distribute a decoder's sequences over ``grid.context``. Its ranks call this, before or after DDP or fully_shard.
 
@@ -119,6 +120,8 @@ def parallelize(
         balance, kernel: see ``cp.SequenceLayout`` and ``cp.attention``.
         loss_chunks: number of spans of tokens in which logits are computed; default: from the vocabulary size.
         dropout_seed: for dropout of attention weights. Other dropout uses each rank's PyTorch generator.
+        indexer_loss: train indexers that choose keys: this factor times their loss (``cp.sparse_attention``), the mean
+            over the labelled tokens of its sum over layers, is added to the loss when gradients are on.
 
     Raises:
         ValueError: the model or its configuration is not supported.
@@ -127,7 +130,9 @@ def parallelize(
     chunks = 1 if fpdt is None else fpdt.chunks(seq_length, grid)
     layout = SequenceLayout(seq_length, grid, balance, chunks=chunks)
     _check(model, grid)
-    context = ContextParallel(model, layout, kernel, loss_chunks, dropout_seed, fpdt)
+    if indexer_loss and not (indexer_loss > 0 and any(map(chooses_keys, model.modules()))):
+        raise ValueError(f"indexer_loss={indexer_loss} needs a factor above 0, and a model whose layers choose keys")
+    context = ContextParallel(model, layout, kernel, loss_chunks, dropout_seed, fpdt, indexer_loss)
     try:
         context._install(fpdt)
     except BaseException:
@@ -146,6 +151,7 @@ class ContextParallel:
         grid: of the layout.
         kernel, fpdt: see :func:`parallelize`.
         shares: what the last batch saved whose rows share their beginnings; empty if there was none.
+        indexer_loss: the mean loss of indexers in the last batch in which they learned, on every rank.
     """
 
     def __init__(
@@ -156,13 +162,15 @@ class ContextParallel:
         loss_chunks: int | None,
         seed: int,
         fpdt: Fpdt | None,
+        indexer_loss: float = 0.0,
     ) -> None:
         self.model, self.layout, self.kernel, self.fpdt = model, layout, kernel, fpdt
-        self._loss_chunks, self._seed = loss_chunks, seed
+        self._loss_chunks, self._seed, self._teach = loss_chunks, seed, indexer_loss
         self._batches = 0
         self._part: Part | None = None  # during a forward pass
         self._active = True
         self.shares = ""
+        self.indexer_loss: Tensor | None = None
         self._undo: list[Callable[[], Any]] = []
 
     @property
@@ -370,10 +378,10 @@ class ContextParallel:
         return self._part.longest if self._active else 1
 
     @contextmanager
-    def _with_part(self, part: Part) -> Iterator[None]:
+    def _with_part(self, part: Part, lessons: list[Tensor] | None) -> Iterator[None]:
         self._part = part
         try:
-            with masks_by(lambda window, ahead: Shared(part, self.kernel, window, ahead, self._seed)):
+            with masks_by(lambda window, ahead: Shared(part, self.kernel, window, ahead, self._seed, lessons)):
                 yield
         finally:
             self._part = None
@@ -400,7 +408,9 @@ class ContextParallel:
                 raise ValueError(f"{name} is not supported over ranks: leave it out")
         # With a mask, transformers does not search a rank's positions for document boundaries.
         kwargs |= {"attention_mask": torch.ones_like(kwargs["input_ids"]), "use_cache": False, "return_dict": True}
-        with self._with_part(context_part):
+        learns = self._teach and torch.is_grad_enabled() and shift_labels is not None and context_part.scoring is None
+        lessons: list[Tensor] | None = [] if learns else None
+        with self._with_part(context_part, lessons):
             if labels_of(model) == "head":
                 output, whole = model.base_model(**kwargs), context_part.whole
                 if whole is not None:
@@ -417,8 +427,22 @@ class ContextParallel:
             total = cross_entropy_sum(model, output.last_hidden_state, shift_labels, self._loss_chunks)
         count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device) if isinstance(count, Tensor) else count
+        if lessons is not None:
+            taught = _sum_of_lessons(lessons, shift_labels)
+            self.indexer_loss = sum_for_averaged_gradients(self.grid.context, taught.detach() / count)
+            total = total + self._teach * taught
         loss = sum_for_averaged_gradients(self.grid.context, total / count)
         return CausalLMOutputWithPast(loss=loss, hidden_states=output.hidden_states)
+
+
+def _sum_of_lessons(lessons: list[Tensor], targets: Tensor) -> Tensor:
+    """The sum of indexers' losses over layers and over tokens with a target."""
+    if not lessons:
+        raise ValueError("indexer_loss, but no indexer has a parameter that is trained: unfreeze them, or leave it out")
+    if not all(loss.requires_grad for loss in lessons):
+        raise ValueError("indexers learn nothing from gradient checkpointing with use_reentrant=True: use False")
+    counted = targets.ne(IGNORED)
+    return sum(loss[counted].sum() for loss in lessons)
 
 
 def _check(model: nn.Module, grid: Grid) -> None:

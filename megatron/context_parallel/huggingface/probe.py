@@ -31,6 +31,7 @@ class _Alone:
     window: int | None
     ahead: bool
     heads: set[tuple[int, int]]
+    lessons: None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self.heads.add((q.size(1), k.size(1)))
@@ -39,7 +40,7 @@ class _Alone:
     def choose(self, q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
         return torch.arange(q.size(1), device=q.device)[None, :, None].expand(q.size(0), -1, 1)
 
-    def attend_chosen(self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:
+    def attend_chosen(self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, *_: Any) -> Tensor:
         return kv[:, :, None, -value_size:].expand(-1, -1, q.size(2), -1)
 
 

@@ -22,7 +22,7 @@ from megatron.context_parallel.attention.usp import attention_by_rule
 from megatron.context_parallel.huggingface.rank_batch import Part
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.context_parallel.sparse_attention.choice import choose_keys
-from megatron.context_parallel.sparse_attention.chosen_attention import sparse_attention
+from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -98,6 +98,7 @@ class Shared:
         window: keys that a query sees, itself included; None: all before it.
         ahead: it sees later keys too; the window is then the largest distance to either side.
         seed: of dropout.
+        lessons: takes the losses [b, s_local] of indexers, for each query; None: they are not wanted.
     """
 
     part: Part
@@ -105,6 +106,7 @@ class Shared:
     window: int | None
     ahead: bool
     seed: int
+    lessons: list[Tensor] | None = None
 
     def rule(self, call: Call, samples: int) -> AttentionRule:
         """The attention rule of a call, without its mask."""
@@ -128,10 +130,16 @@ class Shared:
         masks, layout = self.part.masks(self.window), self.part.layout
         return choose_keys(q, k, weights, layout=layout, top_k=top_k, mask=masks).transpose(0, 1)
 
-    def attend_chosen(self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float) -> Tensor:
+    def attend_chosen(
+        self, q: Tensor, kv: Tensor, chosen: Tensor, value_size: int, scale: float, indexer: Indexer | None
+    ) -> Tensor:
         q, kv, chosen = (x.transpose(0, 1) for x in (q, kv.unsqueeze(2), chosen))
+        indexer = None if indexer is None else Indexer(*(x.transpose(0, 1) for x in indexer))
         sizes = {"layout": self.part.layout, "value_size": value_size, "scale": scale}
-        return sparse_attention(q, kv, chosen, **sizes)[0].transpose(0, 1)
+        out, loss = sparse_attention(q, kv, chosen, indexer=indexer, **sizes)
+        if loss is not None:
+            self.lessons.append(loss.transpose(0, 1))
+        return out.transpose(0, 1)
 
 
 @dataclass(frozen=True)
