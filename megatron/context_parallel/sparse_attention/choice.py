@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import Span, positions, positions_of, split
-from megatron.context_parallel.layout.tiles import reach
+from megatron.context_parallel.layout.spans import Span, Spans, count, positions, positions_of, split
+from megatron.context_parallel.layout.tiles import reach, tiles
 from megatron.platform.autograd import without_autocast
 
 ROWS, KEYS = 128, 1024  # of a block of scores
@@ -52,25 +52,63 @@ def choose_keys(
         raise ValueError(f"each query must choose at least one key, not {top_k}")
     masks = [mask] * q.size(1) if not isinstance(mask, Sequence) else list(mask) * (q.size(1) // len(mask))
     complete = layout.gather(k)
-    spans, local = layout.local_spans, len(q)
-    top_k = min(top_k, layout.seq_length)
+    return choose_among(q, complete, weights, spans=layout.local_spans, top_k=top_k, masks=masks)
+
+
+def choose_among(
+    q: Tensor, complete: Tensor, weights: Tensor, *, spans: Spans, top_k: int, masks: Sequence[Mask]
+) -> Tensor:
+    """What :func:`choose_keys` returns for queries at the positions ``spans``; without communication.
+
+    Args:
+        complete: the keys of the sequence [s, b, d]; those to which no query attends may be missing (any numbers).
+        masks: one for each sample.
+    """
+    local, length = len(q), len(complete)
+    top_k = min(top_k, length)
     chosen = torch.full((local, q.size(1), top_k), -1, dtype=torch.int32, device=q.device)
     for rows in split((0, local), ROWS):
         held = positions_of([rows], spans)
-        at = positions(held, q.device)[:, None]
         for sample, own in enumerate(masks):
-            best = torch.full((rows[1] - rows[0], top_k), NOTHING, device=q.device)
+            best: list[Tensor] = []  # numbers of the best keys so far, then of all keys of some blocks
             mine = [_padded(x[rows[0] : rows[1], sample].float(), ROWS) for x in (q, weights)]
-            for keys in _blocks(reach(held, own, layout.seq_length), layout.seq_length):
+            for keys in _blocks(reach(held, own, length), length):
                 scores = _scores(*mine, _padded(complete[keys[0] : keys[1], sample].float(), KEYS))
-                scores = scores[: len(at), : keys[1] - keys[0]]
-                there = torch.arange(*keys, device=q.device)[None]
-                ranked = _ranked(scores, there).masked_fill_(~own.allowed(at, there), NOTHING)
-                best = torch.cat((best, ranked), dim=1).topk(top_k, dim=1).values
-            where = LAST - (best & LAST)
-            where = where.masked_fill_(best == NOTHING, LAST).sort(dim=1).values
-            chosen[rows[0] : rows[1], sample] = where.masked_fill_(where == LAST, -1).int()
+                scores = scores[: rows[1] - rows[0], : keys[1] - keys[0]]
+                ranked = _ranked(scores, torch.arange(*keys, device=q.device)[None])
+                allowed = _allowed(held, keys, own, q.device)
+                best.append(ranked if allowed is None else ranked.masked_fill_(~allowed, NOTHING))
+                if sum(x.size(1) for x in best) > 2 * top_k + 2 * KEYS:
+                    best = [_highest(best, top_k)]
+            if not best:
+                continue
+            found = _highest(best, top_k)
+            where = (LAST - (found & LAST)).masked_fill_(found == NOTHING, LAST).sort(dim=1).values
+            chosen[rows[0] : rows[1], sample, : where.size(1)] = where.masked_fill_(where == LAST, -1).int()
     return chosen
+
+
+def _highest(ranked: Sequence[Tensor], top_k: int) -> Tensor:
+    """The highest numbers of each row of all tensors together, in any order."""
+    every = torch.cat(tuple(ranked), dim=1)
+    return every if every.size(1) <= top_k else every.topk(top_k, dim=1, sorted=False).values
+
+
+def _allowed(held: Spans, keys: Span, mask: Mask, device: torch.device) -> Tensor | None:
+    """Whether queries at ``held`` attend to the keys, bool; None: to all. Positions are not looked up on the device."""
+    found, shape = tiles(held, (keys,), mask), (count(held), keys[1] - keys[0])
+    if not found.masked and found.pairs == shape[0] * shape[1]:
+        return None
+    allowed, inner = torch.zeros(shape, dtype=torch.bool, device=device), inside_tiles(mask)
+    for tile in found:
+        part = allowed[slice(*tile.q), slice(*tile.k)]
+        if tile.masked:
+            at, there = positions(found.q_at(tile), device), positions(found.k_at(tile), device)
+            within = inner.allowed(at[:, None], there[None])
+        else:
+            within = torch.ones_like(part)
+        part |= within if tile.kind == "full" else within.tril() if tile.kind == "causal" else within.triu()
+    return allowed
 
 
 def _blocks(reached: Sequence[Span], length: int) -> Iterator[Span]:
