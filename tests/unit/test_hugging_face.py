@@ -31,7 +31,6 @@ from megatron.training.families import architectures, gemma
 from megatron.training.families.architectures import (
     FAMILIES,
     Described,
-    classifier_of,
     config_json,
     described,
     family_of,
@@ -182,13 +181,13 @@ KINDS = {
 def test_reward_models_have_classes_in_transformers() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES
 
-    assert {kind: classifier_of(family) for kind, family in FAMILIES.items()} == {
+    assert {kind: family.classifier for kind, family in FAMILIES.items()} == {
         kind: NAMES.get(kind, "") for kind in FAMILIES
     }
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if classifier_of(FAMILIES[kind])])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if FAMILIES[kind].classifier])
 def test_reward_models_are_converted(tmp_path: Path, kind: str) -> None:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 

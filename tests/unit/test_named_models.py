@@ -153,7 +153,7 @@ def test_the_model_of_a_config_json(tmp_path: Path, kind: str) -> None:
     [
         (None, "No such file"),
         ("[]", "not a JSON object"),
-        ('{"model_type": "t5"}', "model_type 't5' is not supported: only llama, qwen2"),
+        ('{"model_type": "t5"}', "model_type 't5' is not supported: only llama, mistral"),
         (json.dumps({"model_type": "llama", "auto_map": {}}), "auto_map asks for code"),
         (" " * (MOST_BYTES + 1), "longer than 64 MiB"),
     ],

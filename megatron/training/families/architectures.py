@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table FAMILIES: Hugging Face models that --load reads and tools/convert_hf.py converts in both directions.
 
-A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other has a file,
-like olmo.py. `--model hf:DIR` reads its settings from the same table.
+A model that differs from a Llama only in our settings, such as Qwen, is one line of the table; any other has a file
+with a :class:`Family`, like olmo.py, and a line. `--model hf:DIR` reads its settings from the same table.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
 from megatron.training.families.gpt_oss import GptOss
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_like import LlamaLike, WithExperts
 from megatron.training.families.llama.llama_weights import LM_HEAD, ExpertNames, Piece
 from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
-from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX, GptLike
+from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX
 from megatron.training.families.olmo import Olmo
 from megatron.training.families.qwen3_next import Qwen3Next
 from megatron.training.families.recent_llamas import ERNIE, GRANITE, SMOLLM3, Exaone4
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
-from megatron.training.settings.kinds.layer_patterns import hybrid_pattern
 from megatron.training.settings.same_network import differences, of_model
 from megatron.training.untrusted.largest_numbers import MOST_PIECES
 
 IGNORED = ".rotary_emb.inv_freq"  # old checkpoints hold RoPE's frequencies, which follow from config.json
-CLASSIFIER = "ForSequenceClassification"
-# Reward models in transformers: classes whose names do not follow from those of the language models; "": none.
-WITHOUT = ("ernie4_5", "glm4_moe", "granite", "nemotron_h", "mamba2")
-CLASSIFIERS = {"gpt2": "GPT2", "gemma3_text": "Gemma3Text", **dict.fromkeys(WITHOUT, "")}
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-Family = LlamaLike | GptLike | DeepSeek | Gemma | GptOss | Olmo | Qwen3Next | Mamba2Alone
+# From the general to the special: a model of ours is of the last family whose settings it has.
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
         LlamaLike("llama", "Llama", "LlamaForCausalLM"),
-        LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, window="layers", switched=True),
-        LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}, window="layers", switched=True),
         LlamaLike("mistral", "Mistral", "MistralForCausalLM", window="all"),
         LlamaLike("phi3", "Phi-3", "Phi3ForCausalLM", joined=True, window="all"),
+        LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, window="layers", switched=True),
+        LlamaLike("qwen3", "Qwen 3", "Qwen3ForCausalLM", {"qk_layernorm": True}, window="layers", switched=True),
+        ERNIE,
+        GRANITE,
+        SMOLLM3,
         WithExperts("mixtral", "Mixtral", "MixtralForCausalLM", only={"router_jitter_noise": 0.0}, window="all"),
         WithExperts(
             "qwen3_moe",
@@ -60,21 +59,18 @@ FAMILIES: dict[str, Family] = {
             width="moe_intermediate_size",
             names=ExpertNames(),
         ),
-        DeepSeek(2),
-        DeepSeek(3),
-        Glm(),
         BLOOM,
         GPT2,
         GPT_NEOX,
         Gemma("gemma2", "Gemma 2", "Gemma2ForCausalLM", third=False),
         Gemma("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", third=True),
+        Glm(),
         GptOss(),
+        DeepSeek(2),
+        DeepSeek(3),
         Olmo(2),
         Olmo(3),
         Exaone4(),
-        SMOLLM3,
-        ERNIE,
-        GRANITE,
         Qwen3Next(),
         NemotronH(),
         Mamba2Alone(),
@@ -98,7 +94,7 @@ def described(config: dict[str, Any], where: object) -> Described:
         *others, last = FAMILIES
         raise Refusal(f"{where}: model_type {kind!r} is not supported: only {', '.join(others)} and {last}")
     family = FAMILIES[kind]
-    classifier, given = classifier_of(family), config.get("architectures")
+    classifier, given = family.classifier, config.get("architectures")
     if given not in (None, [family.architecture], [classifier]) or given == [""]:
         others = f" or {classifier}" if classifier else ""
         raise Refusal(f"{where}: architectures {given} is not supported: only {family.architecture}{others}")
@@ -112,52 +108,15 @@ def described(config: dict[str, Any], where: object) -> Described:
     return Described(model, vocab_size, family, family.attention(config, where))
 
 
-def classifier_of(family: Family) -> str:
-    """The class of the family's reward models in transformers; empty if there is none."""
-    stem = CLASSIFIERS.get(family.kind, family.architecture.removesuffix("ForCausalLM"))
-    return stem and stem + CLASSIFIER
-
-
 def family_of(model: ModelConfig, attention: dict[str, Any] | None = None) -> Family:
-    """Of the families whose settings the model has, the one with the most; ``config_json`` may still refuse it.
+    """The family whose settings the model has; its ``config_json`` may still refuse it.
 
     Args:
         attention: settings of :class:`AttentionConfig`; OLMo 3 and Mistral may have a window, OLMo 2 and Llama not.
     """
-    if model.is_hybrid_model:
-        return FAMILIES["mamba2" if set(hybrid_pattern(model)) == {"M"} else "nemotron_h"]
-    if model.experimental_attention_variant:
-        return FAMILIES["qwen3_next"]
-    if model.multi_latent_attention:
-        softmax = model.num_experts and model.moe_router_score_function == "softmax"
-        return FAMILIES["deepseek_v2" if softmax else "deepseek_v3"]
-    if model.num_experts and model.softmax_type == "learnable":
-        return FAMILIES["gpt_oss"]
-    if model.num_experts and model.moe_router_score_function == "sigmoid":
-        return FAMILIES["glm4_moe"]
-    if model.num_experts:
-        return FAMILIES["qwen3_moe" if model.qk_layernorm else "mixtral"]
-    if model.reordered_norm and not model.qk_layernorm_all_heads:
-        return FAMILIES["exaone4"]
-    if model.reordered_norm:
-        return FAMILIES["olmo3" if (attention or {}).get("window_size") else "olmo2"]
-    if model.normalization == "LayerNorm":
-        kinds = {"alibi": "bloom", "learned_absolute": "gpt2"}
-        return FAMILIES[kinds.get(model.position_embedding_type, "gpt_neox")]
-
-    if model.no_rope_freq:
-        return SMOLLM3
-    if not model.scale_embeddings and any(getattr(model, name) for name in GRANITE.free):
-        return GRANITE
-
-    windows = (attention or {}).get("window_size") is not None
-
-    def matching_settings(family: Family) -> int:
-        fits = all(getattr(model, name) == value for name, value in family.differs.items())
-        fits &= not windows or not isinstance(family, LlamaLike) or bool(family.window)
-        return len(family.differs) if fits else -1
-
-    return max(FAMILIES.values(), key=matching_settings)
+    return next(
+        (family for family in reversed(FAMILIES.values()) if family.fits(model, attention or {})), FAMILIES["llama"]
+    )
 
 
 def config_json(model: Described, dtype: torch.dtype) -> dict[str, Any]:
@@ -169,9 +128,9 @@ def config_json(model: Described, dtype: torch.dtype) -> dict[str, Any]:
     settings, vocab_size, family, attention = model
     written = family.config_json(settings, vocab_size, dtype, attention)
     if settings.reward_model:
-        if not classifier_of(family):
+        if not family.classifier:
             raise Refusal(f"transformers has no reward models of the family {family.title}")
-        written |= {"architectures": [classifier_of(family)], **LABELS}
+        written |= {"architectures": [family.classifier], **LABELS}
     again = described(written, f"the config.json of a {family.title}")
     own = replace(settings, mtp_num_layers=None)  # later tokens are trained or left out, but are not read again
     places = (f"in Hugging Face's {family.architecture}", "in the model")
@@ -198,9 +157,9 @@ def pieces(model: Described, names: Collection[str]) -> list[Piece]:
 
 def is_ignored(model: Described, name: str) -> bool:
     """Whether transformers ignores a tensor of the files. Conversion keeps it for the way back."""
-    if name.endswith((IGNORED, *getattr(model.family, "ignored", ()))):
+    if name.endswith((IGNORED, *model.family.ignored)):
         return True
-    layer = re.match(r"model\.layers\.(\d{1,6})\.", name) if getattr(model.family, "predicts_ahead", False) else None
+    layer = re.match(r"model\.layers\.(\d{1,6})\.", name) if model.family.predicts_ahead else None
     return layer is not None and int(layer[1]) >= model.settings.num_layers + (model.settings.mtp_num_layers or 0)
 
 
@@ -210,4 +169,4 @@ def copies(model: Described, pieces: list[Piece]) -> dict[str, str]:
     tied = (
         {} if settings.untie_embeddings_and_output_weights or settings.reward_model else {LM_HEAD: pieces[0].names[0]}
     )
-    return tied | (model.family.copies(model.settings) if isinstance(model.family, DeepSeek) else {})
+    return tied | model.family.copies(model.settings)

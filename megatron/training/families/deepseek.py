@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
@@ -73,7 +74,7 @@ def ahead_pieces(model: ModelConfig, layer: int) -> Iterator[Piece]:
         yield Piece(f"mtp.layers.{ahead}.{ours}.weight", (name,), (shape,), layer, stacked=False)
 
 
-class DeepSeek:
+class DeepSeek(Family):
     """One of the two. They differ in the router: V2 has a softmax, V3 sigmoids, groups of experts and a bias."""
 
     def __init__(self, version: int) -> None:
@@ -83,8 +84,13 @@ class DeepSeek:
         self.router = ROUTERS[self.kind]
         self.differs: dict[str, Any] = {"multi_latent_attention": True}
 
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        softmax = bool(model.num_experts) and model.moe_router_score_function == "softmax"
+        return model.multi_latent_attention and softmax != self.third
+
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
 
         def integer(name: str, least: int = 1) -> int:
             value = config.get(name)
@@ -155,10 +161,6 @@ class DeepSeek:
             "moe_router_topk_scaling_factor": factor,
             "moe_router_dtype": "fp32",
         }  # fmt: skip
-
-    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of ``AttentionConfig`` that a config.json determines."""
-        return {}
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, read_ropes, read_windows, written_windows
 from megatron.training.refusal import Refusal
@@ -23,7 +24,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
         "sliding_window", LAYER_TYPES)  # fmt: skip
 
 
-class Gemma:
+class Gemma(Family):
     """A Gemma.
 
     Args:
@@ -35,6 +36,7 @@ class Gemma:
 
     def __init__(self, kind: str, title: str, architecture: str, *, third: bool) -> None:
         self.kind, self.title, self.architecture, self.third = kind, title, architecture, third
+        self.stem = "Gemma3Text" if third else None
         self.differs: dict[str, Any] = {
             "normalization": "RMSNorm", "geglu": True, "sandwich_norm": True, "scale_embeddings": True,
             "apply_layernorm_1p": True, "add_bias_linear": False, "position_embedding_type": "rope",
@@ -42,7 +44,7 @@ class Gemma:
         }  # fmt: skip
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
         if missing := [name for name in REQUIRED if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
         for name, usual in (("attention_bias", False), ("hidden_activation", "gelu_pytorch_tanh"),
@@ -65,13 +67,13 @@ class Gemma:
         return derive_shape(model), vocab_size
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
+        """As `Family.attention`."""
         return read_windows(config, where)
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, "swiglu": False, **self.differs}
         free = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "rotary_base_local")
         fixed = {name: value for name, value in fixed.items() if name not in free}
@@ -92,7 +94,7 @@ class Gemma:
         return config
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """All weights; ``names``: the tensors in the files."""
+        """As `Family.pieces`."""
         hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads * size, model.num_query_groups * size
         yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))

@@ -28,7 +28,11 @@ class Glm(DeepSeek):
     def __init__(self) -> None:
         super().__init__(3)
         self.kind, self.title, self.architecture = "glm4_moe", "GLM-4.5", "Glm4MoeForCausalLM"
-        self.differs = {}
+        self.differs, self.stem = {}, ""
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return bool(model.num_experts) and model.moe_router_score_function == "sigmoid"
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""

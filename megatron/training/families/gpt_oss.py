@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, read_windows, written_windows
 from megatron.training.refusal import Refusal
@@ -23,7 +24,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
         "num_local_experts", "num_experts_per_tok", "swiglu_limit")  # fmt: skip
 
 
-class GptOss:
+class GptOss(Family):
     """A gpt-oss in bf16, fp16 or fp32; conversion dequantizes the published MXFP4 weights first."""
 
     kind, title, architecture = "gpt_oss", "gpt-oss", "GptOssForCausalLM"
@@ -32,8 +33,12 @@ class GptOss:
         "add_bias_linear": True, "softmax_type": "learnable",
     }  # fmt: skip
 
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return bool(model.num_experts) and model.softmax_type == "learnable"
+
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
         if missing := [name for name in REQUIRED if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
         if not (config.get("rope_scaling") or config.get("rope_parameters")):
@@ -64,7 +69,7 @@ class GptOss:
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, **self.differs}
         fixed.pop("activation_func_clamp_value")
         usual = ModelConfig()
@@ -86,7 +91,7 @@ class GptOss:
         }
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """All weights; ``names``: the tensors in the files."""
+        """As `Family.pieces`."""
         hidden, ffn, size = model.hidden_size, model.moe_ffn_hidden_size or model.ffn_hidden_size, model.kv_channels
         heads, groups, experts = model.num_attention_heads * size, model.num_query_groups * size, model.num_experts
         yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))

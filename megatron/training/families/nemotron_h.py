@@ -14,6 +14,7 @@ import torch
 
 from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
@@ -37,10 +38,10 @@ OF_OTHER_LAYERS = ("add_bias_linear", "add_qkv_bias", "swiglu", "squared_relu", 
                    "qk_layernorm_all_heads", "position_embedding_type")  # fmt: skip
 
 
-class Mamba2Alone:
+class Mamba2Alone(Family):
     """Mamba2 layers alone. Nemotron H has other sizes and values."""
 
-    kind, title, architecture = "mamba2", "Mamba2", "Mamba2ForCausalLM"
+    kind, title, architecture, stem = "mamba2", "Mamba2", "Mamba2ForCausalLM", ""
     differs: dict[str, Any] = {"is_hybrid_model": True}
     fixed = {name: value for name, value in FIXED.items() if name not in OF_OTHER_LAYERS}
     sizes = {
@@ -55,8 +56,12 @@ class Mamba2Alone:
         "quantization_config": (None,),
     }  # fmt: skip
 
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return model.is_hybrid_model and set(hybrid_pattern(model)) == {"M"}
+
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
         if missing := [name for name in (*self.sizes, "vocab_size") if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
         for name, values in self.plain.items():
@@ -104,14 +109,10 @@ class Mamba2Alone:
             "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         }
 
-    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of ``AttentionConfig`` that a config.json determines."""
-        return {}
-
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+        """As `Family.config_json`."""
         wrong = [name for name in self.fixed if getattr(model, name) != self.fixed[name]]
         llama_settings.refuse_other_settings(model, wrong + self.wrong(model), self.title, self.architecture)
         return {
@@ -178,6 +179,10 @@ class NemotronH(Mamba2Alone):
     }  # fmt: skip
     older = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
              "mamba_dt_min": "time_step_min", "mamba_dt_limit": "time_step_limit"}  # fmt: skip
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return model.is_hybrid_model and not super().fits(model, attention)
 
     def pattern(self, config: dict[str, Any], where: object) -> str:
         """From the list of kinds, or without one from the letters that older files have."""

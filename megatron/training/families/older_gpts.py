@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
@@ -24,21 +25,17 @@ GPT_SIZES = {"num_layers": ("n_layer", "num_hidden_layers"), "num_attention_head
 
 
 @dataclass(frozen=True)
-class GptLike:
+class GptLike(Family):
     """A kind of GPT.
 
     Attributes:
-        kind: model_type in config.json.
-        title: the name in messages.
-        architecture: the class in transformers.
+        kind, title, architecture, differs, ignored, stem: as in `Family`.
         sizes: for some of our settings the names in config.json; the first is written.
         epsilon: name of the epsilon of norms.
         only: keys of config.json of which only this value is supported, also if they are missing.
         prefix, words, layers, norms, linears, final: names of weights, in the order in which they are used.
-        differs: our settings that all these models have.
         free: settings, in addition to sizes, in which they may differ.
         optional: names of weights that only some kinds have, by our names.
-        ignored: ends of names of tensors that are not weights.
         transposed: matrices are [in, out], and have the rows of all queries first, then of all keys, of all values.
     """
 
@@ -59,9 +56,15 @@ class GptLike:
     optional: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     transposed: bool = False
+    stem: str | None = None
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        positions = self.differs.get("position_embedding_type")
+        return model.normalization == "LayerNorm" and model.position_embedding_type == positions
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
 
         def size(*names: str) -> int:
             value = next((config[name] for name in names if config.get(name) is not None), None)
@@ -84,10 +87,6 @@ class GptLike:
 
     def _model(self, sizes: dict[str, int], own: dict[str, Any]) -> ModelConfig:
         return derive_shape(ModelConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, **own))
-
-    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `LlamaLike.attention`."""
-        return {}
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
@@ -234,6 +233,7 @@ GPT2 = GptLike(
     free=("norm_epsilon", "ffn_hidden_size"),
     ignored=(".attn.bias", ".attn.masked_bias"),
     transposed=True,
+    stem="GPT2",
 )
 GPT_NEOX = GptNeoX(
     "gpt_neox",

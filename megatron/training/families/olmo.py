@@ -14,6 +14,7 @@ import torch
 
 from megatron.training.families.gemma import layer_piece
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.families.llama.windows import (
     LAYER_TYPES,
@@ -30,7 +31,7 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
         "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
 
 
-class Olmo:
+class Olmo(Family):
     """One of the two. In OLMo 3, RoPE is scaled only in layers without a window."""
 
     def __init__(self, version: int) -> None:
@@ -38,8 +39,12 @@ class Olmo:
         self.third = version == 3
         self.differs: dict[str, Any] = {"reordered_norm": True, "qk_layernorm_all_heads": True}
 
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`; only OLMo 3 has windows."""
+        return super().fits(model, attention) and (not self.third or bool(attention.get("window_size")))
+
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
         required = (*REQUIRED, *(("sliding_window", LAYER_TYPES) if self.third else ()))
         if missing := [name for name in required if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
@@ -58,13 +63,13 @@ class Olmo:
         return replace(model, rotary_base_local=local, **self.differs), vocab_size
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of :class:`AttentionConfig` of a config.json: the window, and which layers have it."""
+        """As `Family.attention`."""
         return read_windows(config, where) if self.third else {}
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, "add_bias_linear": False, **self.differs}
         if self.third:
             del fixed["rotary_base_local"]
@@ -78,7 +83,7 @@ class Olmo:
         return config | written_windows(model, attention) | {"rope_parameters": {LOCAL: local, WHOLE: whole}}
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """All weights; ``names``: the tensors in the files."""
+        """As `Family.pieces`."""
         hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads * size, model.num_query_groups * size
         yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))

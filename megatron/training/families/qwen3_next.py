@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
@@ -41,7 +42,7 @@ WITH_EXPERTS = {
 }
 
 
-class Qwen3Next:
+class Qwen3Next(Family):
     """The family; without experts its MLPs are like a Llama's."""
 
     kind, title, architecture = "qwen3_next", "Qwen3-Next", "Qwen3NextForCausalLM"
@@ -50,8 +51,12 @@ class Qwen3Next:
         "apply_layernorm_1p": True,
     }  # fmt: skip
 
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return model.experimental_attention_variant == "gated_delta_net"
+
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
         if missing := [name for name in REQUIRED if config.get(name) is None]:
             raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
         for name, values in PLAIN.items():
@@ -105,14 +110,10 @@ class Qwen3Next:
         regular = 4  # Qwen3-Next's, written as a number
         return regular if pattern == [int(bool(number % regular)) for number in range(1, layers + 1)] else pattern
 
-    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of ``AttentionConfig`` that a config.json determines."""
-        return {}
-
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family."""
+        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, "add_bias_linear": False, **self.differs}
         del fixed["rotary_percent"]
         usual, free = ModelConfig(), ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")

@@ -30,6 +30,10 @@ def without_rope(rotated: list[int]) -> dict[str, Any]:
 class SmolLm3(LlamaLike):
     """Some layers have no RoPE: by default every fourth. Those may have the window."""
 
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return model.no_rope_freq is not None
+
     def own(self, config: dict[str, Any], model: ModelConfig, where: object) -> dict[str, Any]:
         """As `LlamaLike.own`."""
         return without_rope(self._rotated(config, where))
@@ -63,6 +67,10 @@ class SmolLm3(LlamaLike):
 @dataclass(frozen=True)
 class Granite(LlamaLike):
     """Embeddings, attention scores, what a layer adds, and logits have factors, which config.json gives."""
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return any(getattr(model, name) for name in self.free)
 
     def own(self, config: dict[str, Any], model: ModelConfig, where: object) -> dict[str, Any]:
         """As `LlamaLike.own`."""
@@ -143,6 +151,7 @@ ERNIE = LlamaLike(
     {"rotary_interleaved": True},
     usual={"tie_word_embeddings": True, "rope_theta": 500000.0, "head_dim": 128},
     biases=("use_bias", "use_bias"),
+    stem="",
 )
 GRANITE = Granite(
     "granite",
@@ -150,4 +159,5 @@ GRANITE = Granite(
     "GraniteForCausalLM",
     biases=("attention_bias", "mlp_bias"),
     free=("embedding_multiplier", "residual_multiplier", "logits_scaling", "softmax_scale"),
+    stem="",
 )

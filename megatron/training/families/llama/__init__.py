@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama: settings and weights, from which most other families take theirs."""
+"""What a family is, and a Llama: settings, weights, windows; most families build on it."""

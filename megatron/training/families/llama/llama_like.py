@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings, llama_weights
+from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import ExpertNames, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, LOCAL, WHOLE, read_windows, written_windows
 from megatron.training.refusal import Refusal
@@ -27,13 +28,11 @@ BIASES = ("attention_bias", "mlp_bias")  # a Llama's keys
 
 
 @dataclass(frozen=True)
-class LlamaLike:
+class LlamaLike(Family):
     """A kind of model that differs from a Llama only in some of our settings.
 
     Attributes:
-        kind: model_type in config.json.
-        title: the name in messages.
-        architecture: the class in transformers.
+        kind, title, architecture, stem: as in `Family`.
         differs: those settings, with their values.
         only: keys of config.json of which only this value is supported.
         joined: the files have q, k and v in one tensor, and gate and up projection in one.
@@ -55,9 +54,16 @@ class LlamaLike:
     usual: dict[str, Any] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     free: tuple[str, ...] = ()
+    stem: str | None = None
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`; of models with a Llama's settings, a Mistral is one with a window."""
+        windows = attention.get("window_size") is not None
+        apart = self.kind == "llama" or windows or bool(self.differs)
+        return super().fits(model, attention) and not self.joined and apart and (not windows or bool(self.window))
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+        """As `Family.settings`."""
         config = self.usual | {
             name: value for name, value in config.items() if value is not None or name not in self.usual
         }
@@ -74,11 +80,7 @@ class LlamaLike:
         return {}
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of :class:`AttentionConfig` that a config.json determines: the window, and which layers have it.
-
-        Raises:
-            Refusal: the window is invalid, or layers have one that cannot.
-        """
+        """As `Family.attention`."""
         kinds = config.get(LAYER_TYPES) if self.window == "layers" else None
         on = self.window and config.get("sliding_window") is not None
         if not on or (self.switched and not config.get("use_sliding_window")):
@@ -91,17 +93,13 @@ class LlamaLike:
         return read_windows({**config, LAYER_TYPES: kinds}, where)
 
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """All weights; ``names``: the tensors in the files."""
+        """As `Family.pieces`."""
         return llama_weights.pieces(model, vocab_size, joined=self.joined)
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family.
-
-        Args:
-            attention: settings of :class:`AttentionConfig`; read only by families whose layers may have a window.
-        """
+        """As `Family.config_json`."""
         if self.kind == "llama":
             return llama_settings.config_json(model, vocab_size, dtype)
         fixed = llama_settings.FIXED | ({} if self.biases else {"add_bias_linear": False}) | self.differs
@@ -167,6 +165,10 @@ class WithExperts(LlamaLike):
     width: str = "intermediate_size"
     names: ExpertNames = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
     mixed: bool = False
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return bool(model.num_experts) and Family.fits(self, model, attention)
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """As `LlamaLike.settings`."""
