@@ -21,7 +21,7 @@ from megatron.context_parallel.layout.grid import Grid, initialize_world
 from megatron.context_parallel.layout.masks import Mask, tile_rows
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.linear_attention.mixer import chosen_kernel
-from megatron.context_parallel.linear_attention.rules import GATED_DELTA, MAMBA2
+from megatron.context_parallel.linear_attention.rules import RULES
 from megatron.platform import forget_meshes
 from megatron.platform.network import Unusable
 from megatron.training.arguments.validate import transformer_engine_installed
@@ -236,10 +236,9 @@ def _linear_kernel(config: Config, device: torch.device) -> str:
     linear, name = model_shape(config.model, 1).linear, config.attention.linear_attention_kernel
     if linear is None:
         return name
-    rule = GATED_DELTA if linear.delta else MAMBA2
     sizes = {"keys": linear.keys, "values": linear.values}
     try:
-        return chosen_kernel(name, rule, device=device, dtype=compute_dtype(config), **sizes)
+        return chosen_kernel(name, RULES[linear.rule], device=device, dtype=compute_dtype(config), **sizes)
     except kernels.KernelUnavailable as error:
         raise Refusal(f"--linear-attention-kernel {name}: {error.reason}") from None
 

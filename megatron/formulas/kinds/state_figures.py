@@ -34,7 +34,8 @@ class LinearAttention(Attention):
         key_heads, heads: numbers of query and key heads, and of value heads.
         keys, values: sizes of a key head and of a value head.
         width: tokens that the short convolution sees.
-        delta: Gated DeltaNet; False: Mamba2, whose query and key heads are its groups of B and C.
+        rule: how a token changes the state; Mamba2's query and key heads are its groups of B and C.
+        delta: whether it is a delta rule.
     """
 
     layers: tuple[int, ...]
@@ -43,6 +44,7 @@ class LinearAttention(Attention):
     keys: int
     values: int
     width: int
+    rule: str = "gated_delta"
     delta: bool = True
     operations: ClassVar[str] = "state_operations"
 

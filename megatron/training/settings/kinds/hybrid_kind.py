@@ -107,7 +107,7 @@ def _shape(model: Settings) -> dict[str, Any]:
         return {"pattern": pattern}
     heads = model.mamba_num_groups, model.mamba_num_heads
     sizes = model.mamba_state_dim, model.mamba_head_dim, MAMBA_WIDTH
-    return {"pattern": pattern, "linear": LinearAttention(states, *heads, *sizes, delta=False)}
+    return {"pattern": pattern, "linear": LinearAttention(states, *heads, *sizes, "mamba2", delta=False)}
 
 
 def _options(config: Settings) -> dict[str, Any]:
