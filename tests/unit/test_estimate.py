@@ -351,7 +351,8 @@ def test_a_step_of_experts_and_latents_does_too(shape: Shape, given: dict) -> No
 
 
 HYBRID = replace(COUNTED_LLAMA, linear=LinearAttention((1, 1, 1, 0), 8, heads=16, keys=32, values=64, width=4))
-MAMBA = replace(COUNTED_LLAMA, linear=LinearAttention((1, 0, 1, 0), 8, 16, 32, 64, 4, "mamba2", delta=False), pattern="M*M-")
+STATES = LinearAttention((1, 0, 1, 0), 8, 16, 32, 64, 4, "mamba2", delta=False)
+MAMBA = replace(COUNTED_LLAMA, linear=STATES, pattern="M*M-")
 ALL_KINDS = replace(
     MAMBA,
     linear=replace(MAMBA.linear, layers=(1, 0, 0, 0)),
