@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import parallelize
-from tests.errors import worst
+from tests.errors import change_last_bits, worst
 from tests.hugging_face import LENGTH, VOCABULARY, Outcome, averaged, draw_weights, errors, take_grads, whole_batch
 
 FAMILIES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -233,9 +233,7 @@ def by_document(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
 def last_bit(family: str, batch: dict[str, Tensor], expected: Outcome) -> Iterable[float]:
     """Change of the results on one process if each weight changes by about its last bit."""
     model = small_model(family)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter *= 1 + torch.randn_like(parameter) * torch.finfo(parameter.dtype).eps
+    change_last_bits(model.parameters())
     return errors(by_document(model, batch), expected).values()
 
 

@@ -22,6 +22,7 @@ from tests.distributed.training_runs import (
     train_job,
     wrong_by,
 )  # fmt: skip
+from tests.errors import change_last_bits
 
 SIZES = (
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 "
@@ -85,11 +86,8 @@ def own_norm(job: Any) -> Any:
 
 
 def last_bit(job: Any) -> Any:
-    """Each weight changes by about its last bit: what this changes in the gradients is rounding."""
-    torch.manual_seed(5)
-    for chunk in job.model_chunks:
-        for parameter in chunk.parameters():
-            parameter.data *= 1 + torch.randn_like(parameter) * torch.finfo(parameter.dtype).eps
+    """What this changes in the gradients is rounding."""
+    change_last_bits(parameter for chunk in job.model_chunks for parameter in chunk.parameters())
     return lambda: None
 
 

@@ -20,7 +20,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from tests.distributed import test_experts, test_gated_delta_net, test_latent_attention, test_mamba2
 from tests.distributed.test_training import cp as over
 from tests.distributed.training_runs import compare_gradients, fpdt, make_job, train_job, wrong_by
-from tests.errors import worst
+from tests.errors import change_last_bits, worst
 from tests.families import LIMIT, ROUNDINGS, small_model
 from tests.hugging_face import LENGTH, Outcome, averaged, errors, take_grads, whole_batch
 from tests.pairs import also_in_full
@@ -232,9 +232,7 @@ def compare(
         result = over_ranks(model, batch, context, gather)
     found = errors(result, expected)
     if dtype == torch.float32 and worst(found.values()) > LIMIT and mistake is None:
-        with torch.no_grad():  # rounding may be the cause, as in tests/families.py: each weight changes by its last bit
-            for parameter in model.parameters():
-                parameter *= 1 + torch.randn_like(parameter) * torch.finfo(dtype).eps
+        change_last_bits(model.parameters())  # rounding may be the cause, as in tests/families.py
         rounding = ROUNDINGS * worst(errors(dense(model, batch), expected).values())
         found = {name: error * min(1.0, LIMIT / rounding) for name, error in found.items()}
     return found

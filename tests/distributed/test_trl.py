@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, TrlMixin, parallelize
 from megatron.system.whole_file import replace_file
 from tests.chats import make_tokenizer, sentence
+from tests.errors import change_last_bits
 from tests.hugging_face import save_model
 from tests.pairs import also_in_full
 
@@ -88,9 +88,7 @@ def train(kind: str, folder: str, grid: dict[str, int] | None, steps: int, **opt
     architecture = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
     model = architecture.from_pretrained(folder, **({"num_labels": 1} if kind == "Reward" else {}))
     if options.pop("last_bit", False):
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(1 + torch.finfo(weight.dtype).eps)
+        change_last_bits(model.parameters())
     base, configuration = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     extra: dict[str, Any] = {"max_length": 128} if kind != "GRPO" else {
         "num_generations": 4, "max_completion_length": 12, "beta": 0.05, "gradient_accumulation_steps": 2,
