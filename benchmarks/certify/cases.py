@@ -10,13 +10,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, PreTrainedModel
+from transformers import Qwen3NextConfig
 
 import megatron.context_parallel as cp
 
 LENGTH, VOCABULARY, HEADS, RATE = 128, 97, 4, 0.5
+AUX = 0.5  # coefficient of the loss that balances experts
 Batch = dict[str, Tensor]
 ALL = ((0, 0),)  # one micro-batch, no token masked
+
+
+class NotApplicable(Exception):
+    """The library has no such feature; the text says why."""
+
+
+class Refused(Exception):
+    """The library refuses, with this text."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,9 @@ class Case:
         documents: their ends in the sequence; where several are packed, positions restart.
         masked: a span of tokens without a label, for each micro-batch.
         clip: the largest norm of the gradients.
+        experts: how many there are, 2 for each token, with a loss that balances the tokens of a micro-batch.
+        hybrid: the first of two layers has linear attention (Gated DeltaNet).
+        lora: only LoRA's weights of queries and values are trained.
     """
 
     documents: tuple[int, ...] = (LENGTH,)
@@ -38,6 +51,9 @@ class Case:
     frozen: tuple[str, ...] = ()
     masked: tuple[tuple[int, int], ...] = ALL
     clip: float | None = None
+    experts: int = 0
+    hybrid: bool = False
+    lora: bool = False
 
     def model(self, attention: str = "sdpa") -> PreTrainedModel:
         """The model, with weights so large that every token depends on those before it."""
@@ -54,6 +70,17 @@ class Case:
             )  # fmt: skip
         elif self.window:
             config = MistralConfig(**sizes, sliding_window=self.window)
+        elif self.experts:
+            config = MixtralConfig(
+                **sizes, num_local_experts=self.experts, num_experts_per_tok=2, sliding_window=None,
+                output_router_logits=True, router_aux_loss_coef=AUX,
+            )  # fmt: skip
+        elif self.hybrid:
+            config = Qwen3NextConfig(
+                **sizes, layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1],
+                linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+                partial_rotary_factor=1.0,
+            )  # fmt: skip
         else:
             config = LlamaConfig(**sizes)
         torch.manual_seed(3)
@@ -64,6 +91,10 @@ class Case:
                 if parameter.dim() > 1 or name.endswith("sinks"):
                     parameter.normal_(std=0.2 if parameter.dim() > 1 else 1.0)
                 parameter.requires_grad_(not any(part in name for part in self.frozen))
+        if self.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
         return model
 
     def batches(self) -> list[Batch]:
@@ -81,16 +112,21 @@ class Case:
 
 
 CASES = {
-    "causal": Case(),
-    "packed": Case(documents=(40, 90, LENGTH)),
+    "dense": Case(),
+    "GQA, 1 KV head": Case(kv_heads=1),
     "window": Case(window=32),
+    "packed documents": Case(documents=(40, 90, LENGTH)),
     "sinks": Case(sinks=True),
-    "1 KV head": Case(kv_heads=1),
+    "unequal loss tokens": Case(masked=((0, 90),)),
+    "accumulation": Case(masked=((0, 0), (0, 0))),
+    "accumulation, unequal": Case(masked=((0, 110), (5, 40), (0, 0))),
     "dropout": Case(dropout=0.2),
+    "experts, aux loss": Case(experts=4),
+    "hybrid": Case(hybrid=True),
+    "LoRA": Case(lora=True),
+    "clipping": Case(clip=0.05),
     "tied": Case(tied=True),
     "frozen": Case(frozen=("embed_tokens", "layers.0.mlp.gate_proj", "layers.1.input_layernorm")),
-    "uneven": Case(masked=((0, 110), (5, 40), (0, 0))),
-    "clipping": Case(clip=0.05),
 }
 
 
@@ -125,8 +161,10 @@ def whole(case: Case) -> cp.Outcome:
     model, batches = case.model("eager" if case.sinks else "sdpa"), case.batches()
     total, count = torch.zeros(()), counted(batches)
     for batch in batches:
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        loss = share(logits, shifted(batch), count)
+        out = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        loss = share(out.logits, shifted(batch), count)
+        if case.experts:
+            loss = loss + AUX * out.aux_loss
         loss.backward()
         total += loss.detach()
     return finish(model, total, case)

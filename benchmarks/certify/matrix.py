@@ -1,21 +1,35 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Which libraries compute what one process computes: a table of libraries by cases, measured as ``cp.certify`` does.
+"""Which systems compute what one process computes: a table of cases by systems, measured as ``cp.certify`` does.
 
-    python benchmarks/certify/matrix.py --json benchmarks/certify/matrix.json   # all cells, into matrix.json
-    python benchmarks/certify/matrix.py --peer PyTorch --case packed     # some cells, only printed
-    python benchmarks/certify/matrix.py --peer deepspeed --case causal --details
-    python benchmarks/certify/matrix.py --show                           # the table of matrix.json
+    python benchmarks/certify/matrix.py --lab                            # all cells, matrix.json and the page's table
+    python benchmarks/certify/matrix.py --system PyTorch --case packed   # some cells, only printed
+    python benchmarks/certify/matrix.py --system deepspeed --case dense --details
+    python benchmarks/certify/matrix.py --page                           # the table of docs/use/certify.md again
 
-The libraries are those of benchmarks/certify/requirements.txt; one that is missing gives "not here". Every program
-follows its library's documentation (with_*.py). Two ranks, fp32, gloo, on a CPU.
+Released wheels (requirements/*.txt) are installed into a folder of ~/.cache/megatron-longcontext/matrix. Every program
+follows its library's documentation (with_*.py). Two ranks, fp32, gloo, on a CPU. ``systems.py`` says how to add one.
+
+A cell is one of these:
+
+- equal: loss, gradients, norm and update differ by no more than rounding explains.
+- wrong in silence: they differ, and nothing was reported. ``error`` is the largest of a gradient, over its largest
+  entry; ``factor``, if all gradients differ by this factor alone.
+- refuses: the library ends with an error that says so (:data:`REFUSALS`).
+- crashes: it ends with any other error, a signal, or not at all.
+- not applicable: the library has no such feature, needs a GPU, or draws another dropout mask on each grid.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
+import math
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -26,59 +40,40 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import megatron.context_parallel as cp  # noqa: E402
 from benchmarks.certify.cases import CASES, Cell  # noqa: E402
+from benchmarks.certify.systems import SYSTEMS, environment_of  # noqa: E402
 from benchmarks.forked_ranks import NOT_INSTALLED, RankFailed, on_each_rank  # noqa: E402
 from megatron.certifying.comparing import Compared, compare  # noqa: E402
 from megatron.certifying.recording import GRADIENT, LOSS, UPDATE, Reference, measure, record  # noqa: E402
 
 FILE = Path(__file__).with_name("matrix.json")
-# Heading of a column: the program's file, and its grid.
-PEERS: dict[str, tuple[str, dict[str, int]]] = {
-    "ours, Ulysses": ("ours", {"ulysses": 2, "ring": 1}),
-    "ours, Ring": ("ours", {"ulysses": 1, "ring": 2}),
-    "PyTorch": ("pytorch", {"ranks": 2}),
-    "DeepSpeed": ("deepspeed", {"ranks": 2}),
-    "accelerate sp": ("accelerate", {"sequence": 2, "context": 1}),
-    "accelerate cp": ("accelerate", {"sequence": 1, "context": 2}),
-    "TRL sp": ("trl", {"sequence": 2, "context": 1}),
-    "TRL cp": ("trl", {"sequence": 1, "context": 2}),
-    "megatron-core": ("megatron_core", {"ranks": 2}),
-}
-VERSIONS = ("torch", "transformers", "deepspeed", "accelerate", "trl", "megatron-core")
-RIGHT, WRONG, REFUSED, NOT_HERE, RANDOM = "right", "wrong", "refused", "not here", "other mask"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "certify.md"
+EQUAL, WRONG, REFUSES, CRASHES, NONE = "equal", "wrong in silence", "refuses", "crashes", "not applicable"
+REFUSALS = ("Refused", "NotImplementedError", "ValueError", "AssertionError")  # errors that say what is not supported
 # Words in errors that a library raises only because this machine has no GPU.
-NEEDS_GPU = (
-    "DistributedType",
-    "CUDA",
-    "cuda",
-    "on a CPU",
-    "on CPU",
-    "mixed torch.Tensor and DTensor",
-    "TEDotProductAttention",
-)
+NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "TEDotProductAttention")
 References = dict[tuple, Reference]  # measured on one process
 
 
-def judged(peer: str, case: str, references: References, run: Callable[..., list] = on_each_rank) -> dict[str, Any]:
+def judged(system: str, case: str, references: References, run: Callable[..., list] = on_each_rank) -> dict[str, Any]:
     """The result of one cell, as in matrix.json.
 
     Args:
         references: those that earlier cells measured; this cell's is added.
     """
-    name, grid = PEERS[peer]
-    cell = Cell(name, case)
+    grid, cell = SYSTEMS[system].grid, Cell(SYSTEMS[system].program, case)
     try:
-        recorded = run(record, 2, cell, grid)
-        reference = alone(name, case, grid, references, run)
+        recorded = run(record, math.prod(grid.values()), WithType(cell), grid)
+        reference = alone(system, case, references, run)
     except RuntimeError as failed:
-        text = " ".join(str(failed).split())
-        here = not text.startswith(NOT_INSTALLED) and not any(words in text for words in NEEDS_GPU)
-        return {"verdict": REFUSED if here else NOT_HERE, "message": text[:300]}
+        return failure(str(failed))
     known = {key[0] for rank in recorded for key in rank.numbers}
     compared = [one for one in compare(reference, recorded) if one.key[0] in known]
     wrong = [one for one in compared if not one.right]
+    if wrong and CASES[case].dropout:
+        return {"verdict": NONE, "message": "dropout draws another mask on each grid"}
     largest = [one for one in compared if one.key[0] == (GRADIENT if GRADIENT in known else UPDATE)]
     result: dict[str, Any] = {
-        "verdict": RIGHT if not wrong else RANDOM if CASES[case].dropout else WRONG,
+        "verdict": WRONG if wrong else EQUAL,
         "error": max(one.worst for one in largest),
         "loss_error": max(one.worst for one in compared if one.key[0] == LOSS),
         "kinds": sorted({one.key[0] for one in wrong}),
@@ -86,6 +81,39 @@ def judged(peer: str, case: str, references: References, run: Callable[..., list
     if factor := common_factor([one for one in wrong if one.key[0] == GRADIENT]):
         result["factor"] = factor
     return result
+
+
+class WithType:
+    """A program whose errors name their type, because a rank reports only an error's text."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+
+    def __call__(self, **sizes: int) -> cp.Outcome:
+        try:
+            return self._cell(**sizes)
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"<{type(error).__name__}> {error}") from error
+
+
+def failure(text: str) -> dict[str, Any]:
+    """The result of a cell whose program ended with an error.
+
+    Raises:
+        RuntimeError: a package is missing.
+    """
+    text = " ".join(text.split())
+    if text.startswith(NOT_INSTALLED):
+        raise RuntimeError(text)
+    kind, message = re.search(r"<(\w+)> (.*)", text).groups() if "<" in text else ("", text)
+    if kind == "NotApplicable":
+        return {"verdict": NONE, "message": message[:300]}
+    if any(words in message for words in NEEDS_GPU):
+        return {"verdict": NONE, "message": f"needs a GPU: {message[:300]}"}
+    said = kind in REFUSALS and message
+    return {"verdict": REFUSES if said else CRASHES, "message": message[:300], "type": kind or "process"}
 
 
 def common_factor(wrong: list[Compared]) -> float | None:
@@ -96,47 +124,89 @@ def common_factor(wrong: list[Compared]) -> float | None:
     return sum(factors) / len(factors) if max(factors) - min(factors) < 1e-3 * abs(factors[0]) else None
 
 
-def alone(name: str, case: str, grid: dict[str, int], references: References, run: Callable[..., list]) -> Reference:
-    """What one process computes, measured once for the libraries that share its program."""
-    own = name in ("accelerate", "trl") or CASES[case].dropout
-    key = name if own else "", case
+def alone(system: str, case: str, references: References, run: Callable[..., list]) -> Reference:
+    """What one process computes, measured once for the systems that share its program."""
+    own = SYSTEMS[system].own_reference or CASES[case].dropout
+    key = SYSTEMS[system].program if own else "", case
     if key not in references:
-        references[key] = run(measure, 1, Cell(name, case), dict.fromkeys(grid, 1))[0]
+        cell = Cell(SYSTEMS[system].program, case)
+        references[key] = run(measure, 1, WithType(cell), dict.fromkeys(SYSTEMS[system].grid, 1))[0]
     return references[key]
 
 
 def shown(cell: dict[str, Any]) -> str:
     """The text of a cell in the table."""
     verdict = cell["verdict"]
-    if verdict == RIGHT:
+    if verdict == EQUAL:
         return f"{cell['error']:.0e}"
     if verdict == WRONG:
-        return f"**× {cell['factor']:.2f}**" if "factor" in cell else f"**wrong, {100 * cell['error']:.0f} %**"
-    return verdict
+        return f"**× {cell['factor']:.2f}**" if "factor" in cell else f"**{100 * cell['error']:.2g} %**"
+    return "–" if verdict == NONE else verdict
 
 
-def table(cells: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Markdown of libraries by cases."""
-    lines = [f"| |{'|'.join(CASES)}|", f"|---|{'---|' * len(CASES)}"]
-    for peer in PEERS:
-        row = [shown(cells[peer][case]) if case in cells.get(peer, {}) else "" for case in CASES]
-        lines.append(f"|{peer}|{'|'.join(row)}|")
-    return "\n".join(lines)
+def table(known: dict[str, Any]) -> str:
+    """Markdown of cases by systems, with versions and dates."""
+    names = [name for name in SYSTEMS if name in known]
+    lines = [f"| |{'|'.join(names)}|", f"|---|{'---|' * len(names)}"]
+    for case in CASES:
+        cells = [shown(known[name]["cells"][case]) if case in known[name]["cells"] else "" for name in names]
+        lines.append(f"|{case}|{'|'.join(cells)}|")
+    released = {pair for name in names for pair in known[name]["versions"].items()}
+    dates = sorted({known[name]["date"] for name in names})
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return "\n".join([*lines, "", f"Run on {when} with {', '.join(' '.join(pair) for pair in sorted(released))}."])
 
 
-def versions() -> dict[str, str]:
-    """Versions of the libraries that are installed."""
-    result = {}
-    for name in VERSIONS:
-        try:
-            result[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return result
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = sorted({system.program for system in SYSTEMS.values()})
+    parser.add_argument("--lab", action="store_true", help="all cells; the same as --record --page")
+    parser.add_argument("--system", action="append", choices=[*SYSTEMS, *names], help="only this; may be repeated")
+    parser.add_argument("--case", action="append", choices=[*CASES], help="only this case; may be repeated")
+    parser.add_argument("--record", action="store_true", help="write the cells that run into matrix.json")
+    parser.add_argument("--missing", action="store_true", help="only cells that matrix.json lacks")
+    parser.add_argument("--details", action="store_true", help="print the certificate of each cell; write nothing")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/use/certify.md; alone, run nothing")
+    parser.add_argument("--here", action="store_true", help="in the running environment, as the command itself does")
+    args = parser.parse_args(argv)
+    chosen = [name for name in SYSTEMS if args.system is None or {name, SYSTEMS[name].program} & set(args.system)]
+    if args.here:
+        run_here(chosen, args)
+    elif args.lab or not args.page:
+        options = [f"--{name}" for name in ("missing", "details") if getattr(args, name)]
+        options += ["--record"] * (args.record or args.lab) + [f"--case={case}" for case in args.case or ()]
+        for needs, group in itertools.groupby(chosen, lambda name: SYSTEMS[name].needs):
+            only = [f"--system={name}" for name in group]
+            command = [sys.executable, os.path.abspath(__file__), "--here", *only, *options]
+            subprocess.run(command, env=environment_of(needs), check=True)
+    if args.lab or args.page:
+        marks = "<!-- matrix -->\n", "<!-- end of matrix -->"
+        before, _, after = PAGE.read_text().partition(marks[0])
+        PAGE.write_text(f"{before}{marks[0]}\n{table(json.loads(FILE.read_text()))}\n\n{marks[1]}{after.partition(marks[1])[2]}")
 
 
-def named(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+def run_here(chosen: list[str], args: argparse.Namespace) -> None:
+    """Run cells of systems that share an environment, and print each."""
+    known = json.loads(FILE.read_text())
+    import_all()
+    references: References = {}
+    for system in chosen:
+        released = {package: metadata.version(package) for package in SYSTEMS[system].packages}
+        row = known.get(system, {})
+        if row.get("versions") != released:
+            row = {"versions": released, "cells": {}}
+        for case in args.case or CASES:
+            if args.missing and case in row["cells"]:
+                continue
+            if args.details:
+                print(certificate(system, case), flush=True)
+                continue
+            row["cells"][case] = cell = judged(system, case, references)
+            row["date"] = datetime.date.today().isoformat()
+            print(f"{system}, {case}: {shown(cell)} {cell.get('message', '')[:150]}", flush=True)
+            if args.record:
+                FILE.write_text(json.dumps(known | {system: row}, indent=1, sort_keys=True) + "\n")
+                known[system] = row
 
 
 def import_all() -> None:
@@ -148,48 +218,13 @@ def import_all() -> None:
             continue
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = sorted({name for name, _ in PEERS.values()})
-    parser.add_argument("--peer", action="append", choices=[*PEERS, *names], help="only this library; may be repeated")
-    parser.add_argument("--case", action="append", choices=[*CASES], help="only this case; may be repeated")
-    parser.add_argument("--json", metavar="FILE", help="file of all cells, in which cells that run are replaced")
-    parser.add_argument("--missing", action="store_true", help="only cells that the file does not have")
-    parser.add_argument("--details", action="store_true", help="print the certificate of each cell; write nothing")
-    parser.add_argument("--show", action="store_true", help="run nothing, print the table")
-    args = parser.parse_args(argv)
-    file = Path(args.json or FILE)
-    known = json.loads(file.read_text()) if file.exists() else {"cells": {}}
-    peers = [peer for peer in PEERS if args.peer is None or {peer, PEERS[peer][0]} & set(args.peer)]
-    if not args.show:
-        import_all()
-        references: References = {}
-        for case in args.case or CASES:
-            for peer in peers:
-                if args.details:
-                    print(certificate(peer, case), flush=True)
-                    continue
-                cells = known["cells"].setdefault(peer, {})
-                if args.missing and case in cells:
-                    continue
-                cells[case] = judged(peer, case, references)
-                known["versions"] = known.get("versions", {}) | versions()
-                if args.json:
-                    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-                print(f"{peer}, {case}: {shown(cells[case])} {cells[case].get('message', '')[:150]}", flush=True)
-    if not args.details:
-        print(table(known["cells"]))
-        print(named(known.get("versions", {})))
-
-
-def certificate(peer: str, case: str) -> str:
+def certificate(system: str, case: str) -> str:
     """All numbers of a cell, and where they first differ."""
-    name, grid = PEERS[peer]
     try:
-        found = cp.certify(Cell(name, case), [grid], run=on_each_rank)
+        found = cp.certify(Cell(SYSTEMS[system].program, case), [SYSTEMS[system].grid], run=on_each_rank)
     except RankFailed as failed:
-        return f"{peer}, {case}: {failed}"
-    return f"{peer}, {case}:\n{found}"
+        return f"{system}, {case}: {failed}"
+    return f"{system}, {case}:\n{found}"
 
 
 if __name__ == "__main__":
