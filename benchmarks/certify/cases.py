@@ -10,12 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, PreTrainedModel
-from transformers import Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 import megatron.context_parallel as cp
 
-LENGTH, VOCABULARY, HEADS, RATE = 128, 97, 4, 0.5
+LENGTH, VOCABULARY, HEADS, RATE = 256, 97, 4, 0.5
 AUX = 0.5  # coefficient of the loss that balances experts
 Batch = dict[str, Tensor]
 ALL = ((0, 0),)  # one micro-batch, no token masked
@@ -114,12 +121,12 @@ class Case:
 CASES = {
     "dense": Case(),
     "GQA, 1 KV head": Case(kv_heads=1),
-    "window": Case(window=32),
-    "packed documents": Case(documents=(40, 90, LENGTH)),
+    "window": Case(window=64),
+    "packed documents": Case(documents=(80, 180, LENGTH)),
     "sinks": Case(sinks=True),
-    "unequal loss tokens": Case(masked=((0, 90),)),
+    "unequal loss tokens": Case(masked=((0, 180),)),
     "accumulation": Case(masked=((0, 0), (0, 0))),
-    "accumulation, unequal": Case(masked=((0, 110), (5, 40), (0, 0))),
+    "accumulation, unequal": Case(masked=((0, 220), (10, 80), (0, 0))),
     "dropout": Case(dropout=0.2),
     "experts, aux loss": Case(experts=4),
     "hybrid": Case(hybrid=True),

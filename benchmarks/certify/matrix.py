@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--record", action="store_true", help="write the cells that run into matrix.json")
     parser.add_argument("--missing", action="store_true", help="only cells that matrix.json lacks")
     parser.add_argument("--details", action="store_true", help="print the certificate of each cell; write nothing")
-    parser.add_argument("--page", action="store_true", help="write the table of docs/use/certify.md; alone, run nothing")
+    parser.add_argument("--page", action="store_true", help="write the page's table; alone, run nothing")
     parser.add_argument("--here", action="store_true", help="in the running environment, as the command itself does")
     args = parser.parse_args(argv)
     chosen = [name for name in SYSTEMS if args.system is None or {name, SYSTEMS[name].program} & set(args.system)]
@@ -182,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.lab or args.page:
         marks = "<!-- matrix -->\n", "<!-- end of matrix -->"
         before, _, after = PAGE.read_text().partition(marks[0])
-        PAGE.write_text(f"{before}{marks[0]}\n{table(json.loads(FILE.read_text()))}\n\n{marks[1]}{after.partition(marks[1])[2]}")
+        PAGE.write_text(
+            f"{before}{marks[0]}\n{table(json.loads(FILE.read_text()))}\n\n{marks[1]}{after.partition(marks[1])[2]}"
+        )
 
 
 def run_here(chosen: list[str], args: argparse.Namespace) -> None:

@@ -58,6 +58,7 @@ SYSTEMS: dict[str, System] = {
     "ours, Ulysses": System("ours", {"ulysses": 2, "ring": 1}),
     "ours, Ring": System("ours", {"ulysses": 1, "ring": 2}),
     "PyTorch": System("pytorch", {"ranks": 2}),
+    "PyTorch, flex": System("pytorch_flex", {"ranks": 2}),
     "DeepSpeed": System("deepspeed", {"ranks": 2}, ("deepspeed",), DEEPSPEED),
     "accelerate sp": System("accelerate", {"sequence": 2, "context": 1}, ("deepspeed",), TRAINER, own_reference=True),
     "accelerate cp": System("accelerate", {"sequence": 1, "context": 2}, ("deepspeed",), TRAINER, own_reference=True),
