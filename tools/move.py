@@ -21,6 +21,7 @@ import tools.interrupts  # noqa: F401
 # isort: split
 import argparse
 import difflib
+import math
 import re
 import tempfile
 import warnings
@@ -31,6 +32,7 @@ from rich.console import Console
 
 from megatron.simulator.changes_that_fit import SAME_CHOICE
 from megatron.simulator.dry_run.replay import duration
+from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import explain
 from megatron.simulator.planner.confirm import confirm
@@ -38,8 +40,8 @@ from megatron.simulator.planner.limits import run_words
 from megatron.simulator.planner.plan_report import Report, training_flags
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.request import Request, big_number, refuse_unplannable, share_of_memory, tokens
-from megatron.simulator.planner.run_cost import Terms, read_prices, run_of
-from megatron.simulator.planner.search import search
+from megatron.simulator.planner.run_cost import Run, Terms, read_prices, run_of
+from megatron.simulator.planner.search import SearchResult, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.system.whole_file import replace_file
 from megatron.training.arguments.argv import flat, options
@@ -65,6 +67,8 @@ PLANNED = """--tensor-model-parallel-size --sequence-parallel --pipeline-model-p
 PLANNED += " ".join(SAME_CHOICE).split()
 OWN_NODES = re.compile("node.?rank|rdzv|master|hostfile|srun|deepspeed")  # a launcher that knows its nodes
 ROPE = ("yarn", "base", "keep")
+LENGTHS = re.compile("-(samples|iters|tokens)$")
+PROGRAMS = ("pretrain_gpt.py", "pretrain_llama.py")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,6 +124,34 @@ class Moved(Report):
         return [self.entry, *with_plan(list(self.words), training_flags(self.problem.workload, strategy))]
 
 
+@dataclass(frozen=True)
+class Job:
+    """A script's first training command, and what is needed to read it again."""
+
+    script: Path
+    arguments: list[str]
+    trusted: bool
+    folder: Path  # for what the script writes
+    launch: Launch
+    cwd: Path
+    done: Record
+
+    @property
+    def program(self) -> str:
+        return Path(self.launch.program).name
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run goes: from ``before`` tokens in a sample to ``length``, on ``gpus``."""
+
+    before: int
+    length: int
+    batch: int
+    gpus: int
+    machine: Machine
+
+
 def move(script: Path, args: argparse.Namespace, folder: Path, console: Console) -> int:
     """Plan the script's run at its new length, and print the moved script; returns the exit code.
 
@@ -127,54 +159,26 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
         Refusal: the script's run is refused, or nothing fits.
         OSError: a file cannot be read or written.
     """
-    (folder / "before").mkdir()
-    launches, done = training_commands(script, args.arguments, folder / "before", args.trust_script)
-    if not launches:
-        report_nothing(script, done)
+    job = job_of(script, args.arguments, args.trust_script, folder)
+    if job is None:
         return EXIT_REFUSED
-    result, cwd = launches[0]
-
-    def read(words: list[str], processes: int | None) -> Config:
-        return parsed(words, result, cwd, done, processes)
-
-    name = Path(result.program).name
-    entry = "pretrain_llama.py" if "pretrain_llama" in name else "pretrain_gpt.py"
-    try:
-        words = acceptable(result.flags, lambda words: read(words, None), console)
-    except Refusal as refusal:
-        if not (missing := missing_files(done)):
-            raise
-        raise Refusal(f"{script} reads {missing}: copy it here, or set the variable of its folder") from refusal
-    old = read(words, None)
-    before, length = old.data.seq_length, tokens(args.seq_length, "--seq-length")
-    if not before:
-        raise Refusal(f"{script}: its command has no --seq-length")
-    gpus, machine = on_nodes(args.gpus, load(args.gpu))
-    batch = tokens(args.global_batch, "--global-batch") if args.global_batch else 0
+    words = acceptable(job, console)
+    old = config_of(job, words)
+    target = target_of(old, args)
     console.print(
-        f"{script.name}: {name}, {result.processes or 'an unknown number of'} processes, "
-        f"{explain.count(before)} tokens a sample -> {explain.count(length)} on {gpus} x {machine.name}"
+        f"{script.name}: {job.program}, {job.launch.processes or 'an unknown number of'} processes, "
+        f"{explain.count(target.before)} tokens a sample -> {explain.count(target.length)} on "
+        f"{target.gpus} x {target.machine.name}"
     )
-
-    at_length, positions = positions_at(old, before, length, args.rope)
-    at_length |= batches(old, before, length, batch)
-    dropped = [flag for flag, values in at_length.items() if values is None]
-    plain = flat(fixed(options(words), Fix(drop=" ".join([*PLANNED, *dropped]))))
-    plain = with_plan(plain, flat([flag, *values] for flag, values in at_length.items() if values is not None))
-    if old.foreign.deepspeed_config:  # the file is left out, and may give this
-        plain = with_plan(plain, ["--clip-grad", f"{old.optimizer.clip_grad:g}"])
-    unknown = [option for option in options(plain) if option == ["--data-path"]]  # an unknown output
+    changes, positions = positions_at(old, target.before, target.length, args.rope)
+    words = at_length(words, changes | batches(old, target), old)
+    words, unknown = without_unknown_data(words)
     here = ["--mock-data"] if unknown else []
     here += ["--vocab-size", str(args.vocab_size)] if args.vocab_size else []
-    plain = flat(option for option in options(plain) if option not in unknown)
-    config = acceptable_config(with_plan(plain, here), read)
-    problem = problem_of(config, gpus, machine)
 
-    results = search(problem, 3, near=1.25 if args.html else 1.0)
-    planned = tuple(with_plan(plain, here))
-    report = Moved(Request(()), problem, results.plans, script=script.name, entry=entry, words=planned)
-    plan = first_accepted(report, lambda words: read(words, gpus))
-    report = replace(report, plans=[plan, *(other for other in results.plans if other is not plan)])
+    config = acceptable_config(job, with_plan(words, here))
+    report, results = planned(job, with_plan(words, here), problem_of(config, target), 1.25 if args.html else 1.0)
+    plan, problem = report.plans[0], report.problem
     run, about = cost(plan, problem, config, args)
     report = replace(report, run=run)
     describe(report, positions, bool(old.model.attention_dropout or old.model.hidden_dropout), console)
@@ -183,16 +187,9 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
     if run:
         console.print(f"The run: {run_words(run, about)}{source_of(about, args.prices)}")
 
-    wanted = [*unknown, *options(with_plan(plain, training_flags(problem.workload, plan.strategy)))]
-    text, by_hand = rewritten(script, result, done, wanted, gpus, machine.gpus, args, folder)
-    console.print()
-    old_text = script.read_text()
-    for line in difflib.unified_diff(
-        old_text.splitlines(), text.splitlines(), str(script), f"{script} (moved)", "", "", 2, ""
-    ):
-        print(line)
-    for line in [*by_hand, *places(result, cwd, old_text)]:
-        console.print(f"- {line}", soft_wrap=True)
+    wanted = [*unknown, *options(with_plan(words, training_flags(problem.workload, plan.strategy)))]
+    text, by_hand = rewritten(job, wanted, target)
+    show_changes(job, text, by_hand, console)
     if args.output:
         replace_file(args.output, text)
         args.output.chmod(script.stat().st_mode)
@@ -204,37 +201,95 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
     return 0
 
 
-def acceptable(words: list[str], read, console: Console) -> list[str]:
-    """The command line, or the one that the program accepts in its place, whose changes are printed.
+def job_of(script: Path, arguments: list[str], trusted: bool, folder: Path) -> Job | None:
+    """The script's first training command; None, with a report, if it starts none."""
+    (folder / "before").mkdir()
+    launches, done = training_commands(script, arguments, folder / "before", trusted)
+    if not launches:
+        report_nothing(script, done)
+        return None
+    return Job(script, arguments, trusted, folder, *launches[0], done)
+
+
+def config_of(job: Job, words: list[str], processes: int | None = None) -> Config:
+    """The configuration of the job's program with other flags. Raises Refusal if it is refused."""
+    return parsed(words, job.launch, job.cwd, job.done, processes)
+
+
+def acceptable(job: Job, console: Console) -> list[str]:
+    """The job's command line, or the one that the program accepts in its place, whose changes are printed.
 
     Raises:
         Refusal: it is refused, and the way out is a choice.
     """
+    words = job.launch.flags
     try:
-        read(words)
+        config_of(job, words)
     except Refusal as refusal:
-        result = accepted(refusal, words, read)
-        if result is None:
-            raise
-        for part in refusal.parts:
-            console.print(f"- {part}")
-        return result
+        result = accepted(refusal, words, lambda words: config_of(job, words))
+        if result is not None:
+            for part in refusal.parts:
+                console.print(f"- {part}")
+            return result
+        if missing := missing_files(job.done):
+            raise Refusal(f"{job.script} reads {missing}: copy it here, or set the variable of its folder") from refusal
+        raise
     return words
 
 
-def acceptable_config(words: list[str], read) -> Config:
+def target_of(config: Config, args: argparse.Namespace) -> Target:
+    """Where the options send a run. Raises Refusal."""
+    before, length = config.data.seq_length, tokens(args.seq_length, "--seq-length")
+    if not before:
+        raise Refusal(f"{args.script}: its command has no --seq-length")
+    gpus, machine = on_nodes(args.gpus, load(args.gpu))
+    batch = tokens(args.global_batch, "--global-batch") if args.global_batch else 0
+    batch = batch or max(1, (config.data.global_batch_size or 1) * before // length)
+    return Target(before, length, batch, gpus, machine)
+
+
+def at_length(words: list[str], changes: Changes, config: Config) -> list[str]:
+    """The command line with the changes for a length, and without what a plan decides."""
+    dropped = [flag for flag, values in changes.items() if values is None]
+    plain = flat(fixed(options(words), Fix(drop=" ".join([*PLANNED, *dropped]))))
+    plain = with_plan(plain, flat([flag, *values] for flag, values in changes.items() if values is not None))
+    if config.foreign.deepspeed_config:  # the file is left out, and may give this
+        plain = with_plan(plain, ["--clip-grad", f"{config.optimizer.clip_grad:g}"])
+    return plain
+
+
+def without_unknown_data(words: list[str]) -> tuple[list[str], list[list[str]]]:
+    """(The command line without a --data-path whose value some program prints, that option)."""
+    unknown = [option for option in options(words) if option == ["--data-path"]]
+    return flat(option for option in options(words) if option not in unknown), unknown
+
+
+def planned(job: Job, words: list[str], problem: Problem, near: float) -> tuple[Moved, SearchResult]:
+    """(Plans of the job, the one that its program accepts first, all that were priced).
+
+    Raises:
+        Refusal: nothing fits, or the program accepts no plan.
+    """
+    results = search(problem, 3, near=near)
+    entry = "pretrain_llama.py" if "pretrain_llama" in job.program else "pretrain_gpt.py"
+    report = Moved(Request(()), problem, results.plans, script=job.script.name, entry=entry, words=tuple(words))
+    plan = first_accepted(report, job)
+    return replace(report, plans=[plan, *(other for other in results.plans if other is not plan)]), results
+
+
+def acceptable_config(job: Job, words: list[str]) -> Config:
     """The configuration on one process; its model is one that the planner knows.
 
     Raises:
         Refusal: it does not know it.
     """
-    config = read([*words, *([] if "--micro-batch-size" in words else ["--micro-batch-size", "1"])], 1)
+    config = config_of(job, [*words, *([] if "--micro-batch-size" in words else ["--micro-batch-size", "1"])], 1)
     config.model.hidden_dropout = 0.0  # takes little memory and time, which the dry run counts
     refuse_unplannable(config)
     return config
 
 
-def problem_of(config: Config, gpus: int, machine) -> Problem:
+def problem_of(config: Config, target: Target) -> Problem:
     """The planning problem of a run on one process."""
     from megatron.simulator.dry_run.one_rank import vocabulary_of
 
@@ -242,10 +297,10 @@ def problem_of(config: Config, gpus: int, machine) -> Problem:
         vocabulary, _ = vocabulary_of(config)
     except Refusal as refusal:
         raise Refusal(str(refusal).replace("--dry-run: ", "")) from None
-    workload = workload_of(config, vocabulary)
+    workload, machine = workload_of(config, vocabulary), target.machine
     spare = share_of_memory(MARGIN, machine.memory, "--margin")
     limits = Limits(zero=(0, 1) if config.model.fp8_format else None)  # FP8 is priced as bf16
-    return Problem(workload, gpus, machine, limits.of_shape(workload.shape), spare, machine.gpus)
+    return Problem(workload, target.gpus, machine, limits.of_shape(workload.shape), spare, machine.gpus)
 
 
 def with_plan(words: list[str], flags: list[str]) -> list[str]:
@@ -255,7 +310,7 @@ def with_plan(words: list[str], flags: list[str]) -> list[str]:
     return flat([*kept, *new])
 
 
-def first_accepted(report: Moved, read) -> Plan:
+def first_accepted(report: Moved, job: Job) -> Plan:
     """The fastest plan that the program accepts.
 
     Raises:
@@ -266,7 +321,7 @@ def first_accepted(report: Moved, read) -> Plan:
     refused = nothing_fits(report.problem) if not report.plans else None
     for plan in report.plans:
         try:
-            read(report.program(plan.strategy)[1:])
+            config_of(job, report.program(plan.strategy)[1:], report.problem.gpus)
             return plan
         except Refusal as refusal:
             refused = refused or refusal
@@ -315,12 +370,11 @@ def positions_at(config: Config, before: int, length: int, rope: str) -> tuple[C
     )
 
 
-def batches(config: Config, before: int, length: int, batch: int) -> Changes:
+def batches(config: Config, target: Target) -> Changes:
     """Flags for as many tokens in a step and in the run as before."""
-    old = config.data.global_batch_size or 1
-    batch = batch or max(1, old * before // length)
-    changes: Changes = {"--global-batch-size": [str(batch)]}
-    per_step, per_sample = old * before / (batch * length), before / length
+    changes: Changes = {"--global-batch-size": [str(target.batch)]}
+    per_sample = target.before / target.length
+    per_step = (config.data.global_batch_size or 1) / target.batch * per_sample
     for section, unit, share in (("iters", "iters", per_step), ("samples", "samples", per_sample)):
         for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay"):
             value = getattr(config.part_with(f"{name}_{section}"), f"{name}_{section}")
@@ -329,7 +383,7 @@ def batches(config: Config, before: int, length: int, batch: int) -> Changes:
     return changes
 
 
-def cost(plan: Plan, problem: Problem, config: Config, args: argparse.Namespace):
+def cost(plan: Plan, problem: Problem, config: Config, args: argparse.Namespace) -> tuple[Run | None, Terms | None]:
     """(The complete run with a plan, its terms); (None, None) if its number of tokens is not known."""
     a_step = config.data.seq_length * config.data.global_batch_size
     run = config.run
@@ -343,10 +397,12 @@ def cost(plan: Plan, problem: Problem, config: Config, args: argparse.Namespace)
 
 
 def source_of(about: Terms, file: Path) -> str:
+    """Words about a GPU without a price."""
     return "" if about.prices else f" {file} has no price of this GPU: --prices FILE."
 
 
 def describe(report: Moved, positions: str, dropout: bool, console: Console) -> None:
+    """Print the plan, why it wins, and what happens to positions and dropout."""
     problem, plan = report.problem, report.plans[0]
     console.print(
         f"Plan: {explain.words(plan.strategy)}; global batch {problem.workload.global_batch}; "
@@ -361,68 +417,105 @@ def describe(report: Moved, positions: str, dropout: bool, console: Console) -> 
         console.print("The script's dropout is not in the plan; the dry run counts it.")
 
 
-def rewritten(
-    script: Path, result: Launch, done: Record, wanted: list[list[str]], gpus: int, per_node: int,
-    args: argparse.Namespace, folder: Path,
-) -> tuple[str, list[str]]:  # fmt: skip
-    """(The script's text with the wanted flags, what its text does not show and is left to the user)."""
-    text, given = script.read_text(), options(result.flags)
-    nodes, per_node = max(1, gpus // per_node), min(gpus, per_node)
-    last = {flag: [] if values == ["true"] else values for flag, *values in given}
+def rewritten(job: Job, wanted: list[list[str]], target: Target) -> tuple[str, list[str]]:
+    """(The script's text with the wanted flags, what its text does not show and is left to the user).
+
+    What the script computes is changed only if its result is not the wanted value: the first text leaves it, and each
+    further one writes the values that were wrong in place of their variables.
+    """
+    text, given = job.script.read_text(), options(job.launch.flags)
+    per_node = min(target.gpus, target.machine.gpus)
+    nodes = target.gpus // per_node
+    old = plain_values(given)
     new = {flag: values for flag, *values in wanted}
-    changes: Changes = {flag: None for flag in last if flag not in new}
-    changes |= {flag: values for flag, values in new.items() if last.get(flag) != values}
-    literal, wrong = set(), set()
-    for attempt in range(3):
-        counts = {flag: len(values) for flag, *values in given}
-        moved = edited(with_nodes(text, result.launcher, nodes, per_node), changes, counts, literal)
-        after = folder / f"after{attempt}"
-        after.mkdir()
-        file = folder / script.name
-        file.write_text(moved)
-        launches, _ = training_commands(file, args.arguments, after, args.trust_script)
-        if not launches:
+    changes: Changes = {flag: None for flag in old if flag not in new}
+    changes |= {flag: values for flag, values in new.items() if old.get(flag) != values}
+    counts = {flag: len(values) for flag, *values in given}
+    literal: set[str] = set()
+    for attempt in range(4):
+        moved = edited(with_nodes(text, job.launch.launcher, nodes, per_node), changes, counts, literal)
+        now = launched(job, moved, f"after{attempt}")
+        if now is None:
             literal = set(changes)
             continue
-        now, _ = launches[0]
-        have = {flag: [] if values == ["true"] else values for flag, *values in options(now.flags)}
-        share = gpus // now.processes if now.processes and gpus % now.processes == 0 else 1
+        share = target.gpus // now.processes if now.processes and target.gpus % now.processes == 0 else 1
         if attempt == 0 and share > 1 and "#SBATCH" in text and now.processes % nodes == 0:
             nodes, per_node = nodes * share, per_node // share  # the script's nodes have fewer GPUs
             continue
-        wrong = {flag for flag in {*have, *new} if not _same(have.get(flag), new.get(flag), script, file)}
+        have = plain_values(options(now.flags))
+        folders = (job.script.resolve().parent, job.folder)
+        wrong = {flag for flag in {*have, *new} if not _same(flag, have.get(flag), new.get(flag), folders)}
         if not wrong:
             break
         literal |= wrong
         changes |= {flag: new.get(flag) for flag in wrong}
-    if not launches:
-        raise Refusal(f"{script}: with changed flags it starts no training; change it by hand: {flat(wanted)}")
-    by_hand = [
-        f"in the text, {flag} was not found as it is used: set it to {' '.join(new[flag]) or 'on'}"
-        if flag in new
-        else f"in the text, {flag} was not found as it is used: leave it out"
+    if now is None:
+        raise Refusal(f"{job.script}: with changed flags it starts no training; change it by hand: {flat(wanted)}")
+    return moved, [*not_found(wrong, new), *starts(now, moved, target.gpus, nodes, per_node)]
+
+
+def plain_values(given: list[list[str]]) -> dict[str, list[str]]:
+    """The values of each flag; none for a flag that is switched on by `true`."""
+    return {flag: [] if values == ["true"] else values for flag, *values in given}
+
+
+def launched(job: Job, text: str, name: str) -> Launch | None:
+    """The training command of the job's script with another text; None if it starts none."""
+    folder = job.folder / name
+    folder.mkdir()
+    file = folder / job.script.name
+    file.write_text(text)
+    launches, _ = training_commands(file, job.arguments, folder, job.trusted)
+    return launches[0][0] if launches else None
+
+
+def not_found(wrong: set[str], new: dict[str, list[str]]) -> list[str]:
+    """What to do about flags that the text's changes did not reach."""
+    return [
+        f"in the text, {flag} was not found as it is used: "
+        + (f"set it to {' '.join(new[flag]) or 'on'}" if flag in new else "leave it out")
         for flag in sorted(wrong)
     ]
+
+
+def starts(now: Launch, text: str, gpus: int, nodes: int, per_node: int) -> list[str]:
+    """What to do so that the moved script starts a process for each GPU."""
+    lines = []
     if now.processes and now.processes != gpus:
-        by_hand.append(f"the script starts {now.processes} processes: start it on {nodes} nodes of {per_node} GPUs")
+        lines.append(f"the script starts {now.processes} processes: start it on {nodes} nodes of {per_node} GPUs")
     elif nodes > 1 and not any(OWN_NODES.search(word) for word in now.launcher):
-        by_hand.append(f"on {nodes} nodes, torchrun needs --node-rank and --master-addr too")
-    header = re.search(r"(?m)^#SBATCH.*(?:gres=gpu\S*:|gpus-per-node=)(\d+)", moved)
+        lines.append(f"on {nodes} nodes, torchrun needs --node-rank and --master-addr too")
+    header = re.search(r"(?m)^#SBATCH.*(?:gres=gpu\S*:|gpus-per-node=)(\d+)", text)
     if header and int(header[1]) != per_node:
-        by_hand.append(f"`{header[0]}`: the plan has {per_node} GPUs in a node")
+        lines.append(f"`{header[0]}`: the plan has {per_node} GPUs in a node")
     if not now.processes:
-        by_hand.append(f"start it with {gpus} processes: {nodes} nodes of {per_node} GPUs")
-    return moved, by_hand
+        lines.append(f"start it with {gpus} processes: {nodes} nodes of {per_node} GPUs")
+    return lines
 
 
-def _same(have: list[str] | None, want: list[str] | None, script: Path, moved: Path) -> bool:
-    """Whether two flags have the same values; paths depend on the script's own folder and the folder of its record."""
+def show_changes(job: Job, text: str, by_hand: list[str], console: Console) -> None:
+    """Print the moved script as a diff, and what is left to the user."""
+    console.print()
+    old, name = job.script.read_text(), str(job.script)
+    for line in difflib.unified_diff(old.splitlines(), text.splitlines(), name, f"{name} (moved)", "", "", 2, ""):
+        print(line)
+    for line in [*by_hand, *places(job, old)]:
+        console.print(f"- {line}", soft_wrap=True)
+
+
+def _same(flag: str, have: list[str] | None, want: list[str] | None, folders: tuple[Path, Path]) -> bool:
+    """Whether two flags have the same values; paths depend on the script's folder and the folder of its record.
+
+    Lengths of the run may differ by a thousandth: the script's formulas round otherwise than we do.
+    """
     if have is None or want is None:
         return have is want
 
     def plain(value: str) -> str:
-        return re.sub(r"^.*(/tmp[^/]*/|/before/|/after\d/)", "", value.replace(str(script.resolve().parent), ""))
+        return re.sub(r"^.*(/tmp[^/]*/|/before/|/after\d/)", "", value.replace(str(folders[0]), ""))
 
+    if have != want and LENGTHS.search(flag) and all(value.replace("_", "").isdigit() for value in [*have, *want]):
+        return len(have) == len(want) and math.isclose(int(have[0]), int(want[0]), rel_tol=1e-3)
     return (
         have == want
         or [plain(value) for value in have] == [plain(value) for value in want]
@@ -430,22 +523,20 @@ def _same(have: list[str] | None, want: list[str] | None, script: Path, moved: P
     )
 
 
-def places(result: Launch, cwd: Path, text: str) -> list[str]:
+def places(job: Job, text: str) -> list[str]:
     """Where the script must find this repository, in its own words."""
-    found = re.search(rf"[^\s\"']*{re.escape(Path(result.program).name)}", text)
-    written = found[0] if found else result.program
-    lines = []
+    program = job.launch.program
+    found = re.search(rf"[^\s\"']*{re.escape(job.program)}", text)
+    written = found[0] if found else program
+    ours = job.program if job.program in PROGRAMS else "pretrain_gpt.py"
+    other = f"; {job.program} is another program: start {ours}" if ours != job.program else ""
     if names := re.findall(r"\$\{?(\w+)", written):
-        lines.append(f"set {names[0]} to a clone of megatron-longcontext: the script starts {written}")
-    elif "/" in written:
-        lines.append(f"in place of {written}, start the program of the same name in a clone of megatron-longcontext")
-    else:
-        entered = re.search(r"(?m)^\s*(?:cd|pushd)\s+(\S+)", text)
-        where = f"`cd {entered[1]}` must enter" if entered else "start the script in"
-        lines.append(f"{where} a clone of megatron-longcontext, where {written} is")
-    if Path(result.program).name not in ("pretrain_gpt.py", "pretrain_llama.py"):
-        lines.append(f"{Path(result.program).name} is another program: start pretrain_gpt.py")
-    return lines
+        return [f"set {names[0]} to a clone of megatron-longcontext: the script starts {written}{other}"]
+    if "/" in written:
+        return [f"in place of {written}, start {ours} in a clone of megatron-longcontext"]
+    entered = re.search(r"(?m)^\s*(?:cd|pushd)\s+([^\s;&]+)", text)
+    where = f"`cd {entered[1]}` must enter" if entered else "start the script in"
+    return [f"{where} a clone of megatron-longcontext, where {ours} is{other}"]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def edited(text: str, changes: Changes, known: Mapping[str, int], literal: Itera
 
     Args:
         known: flags of the script's command, with their numbers of values; new flags are inserted after one of them.
-        literal: flags whose value is written in place of a variable.
+        literal: flags whose value is written in place of a variable that the script computes.
     """
     added = []
     for flag, values in changes.items():
@@ -77,11 +77,10 @@ def _with(text: str, flag: str, values: list[str], literal: bool) -> str:
                     text[: found.start(1)] + found[1].replace(old, part[1] + values[0] + part[3]) + text[found.end() :]
                 )
                 continue
-            if (name := VARIABLE.fullmatch(old)) and (changed := _assigned(text, name[1], values[0])):
-                text = changed
-                continue
-            if name and re.search(rf"(?m)^[^#\n]*\b{name[1]}=\"?\$\{{?SLURM_|^SLURM", f"{text}\n{name[1]}"):
-                continue  # follows from #SBATCH
+            if name := VARIABLE.fullmatch(old):
+                text = _assigned(text, name[1], values[0]) or text
+            if name or "$(" in old:
+                continue  # what is computed, or comes from #SBATCH, may follow from the other changes
         between = "=" if found[1].startswith("=") else " "
         text = text[: found.start(1)] + "".join(between + value for value in values) + text[found.end() :]
     return text

@@ -40,7 +40,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_value_is_changed_where_it_is_written(before: str, after: str):
-    assert edited(before, {"--seq-length": ["8192"]}, {"--seq-length": 1}) == after
+    assert edited(before, {"--seq-length": ["8192"]}, {"--seq-length": 1}, ["--seq-length"] * ("((" in before)) == after
+
+
+@pytest.mark.parametrize("text", ["S=$((4*K))\nx --seq-length $S", "x --seq-length $((4 * K))"])
+def test_what_the_script_computes_stays_at_first(text: str):
+    assert edited(text, {"--seq-length": ["8192"]}, {"--seq-length": 1}) == text
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,11 @@ def test_nodes_of_a_job():
 
 def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureFixture[str]):
     before = (folder / "gpt_slurm.sbatch").read_text()
-    for old, new in {"layers 48": "layers 4", "size 8192": "size 1024", "parallel-size 3": "parallel-size 1"}.items():
+    changes = {"layers 48": "layers 4", "size 8192": "size 1024", "parallel-size 3": "parallel-size 1"}
+    computed = "S=4096\nTOKENS=4096000000\nBATCH=$((TOKENS / 8000000))\nCMD="
+    changes |= {"CMD=": computed, "length 4096": "length $S", "size 512": "size $BATCH"}
+    changes |= {"samples 1000000": "samples $((TOKENS / S)) --lr-warmup-samples $((BATCH * 10))"}
+    for old, new in changes.items():
         before = before.replace(old, new)
     (folder / "gpt_slurm.sbatch").write_text(before)
     code, text = moved("gpt_slurm.sbatch", capsys, "--no-dry-run", "--output", "moved.sbatch")
@@ -74,7 +83,9 @@ def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureF
     assert "32 processes, 4K tokens a sample -> 32K on 8 x H100-80G" in text and "Plan: " in text
     assert "dropout is not in the plan" in text
     assert "USD (prices: round example numbers: use your own prices)" in text and "GPU-hours" in text
-    assert "\n-#SBATCH --nodes=4\n+#SBATCH --nodes=1\n" in text and "--seq-length 32768" in text
+    assert "\n-#SBATCH --nodes=4\n+#SBATCH --nodes=1\n" in text and "\n+S=32768\n" in text
+    assert "--train-samples $((TOKENS / S))" in (folder / "moved.sbatch").read_text()  # as before, at another length
+    assert "--global-batch-size 64 " in text  # no longer what the script computes
     kept = [line for line in before.splitlines() if "srun" in line or "LAUNCHER" in line or "--data-path" in line]
     result = (folder / "moved.sbatch").read_text()
     assert all(line in result for line in kept) and str(folder) not in result
