@@ -28,6 +28,8 @@ from megatron.context_parallel.linear_attention import decay_spans
 from megatron.context_parallel.linear_attention.block_scan import KERNEL_BLOCK, grads_launch, states_launch
 from megatron.context_parallel.linear_attention.rules import Prepared
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.context_parallel.sparse_attention import chosen_triton
+from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form
 from megatron.decisions.block_sizes import Blocks, Pass
 
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")  # of compute capability 8, 9 and 10
@@ -202,4 +204,28 @@ def decay_example(
         "state grads": state_grads,
         "value grads": decay_spans.value_grads_launch(inputs, v, states, products, inputs),
         "key grads": decay_spans.key_grads_launch(inputs, v, states, inputs),
+    }
+
+
+def chosen_example(
+    heads: int, key_heads: int, shared: bool, dtype: torch.dtype = torch.bfloat16, rows: int = 64
+) -> dict[str, Launch]:
+    """Example launches of attention to 2,048 chosen keys: ``shared``: latents of 512 and 64 rotated entries, as in
+    DeepSeek V3.2; otherwise keys and values of 128."""
+
+    def meta(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    head, width, value, entries = (576, 576, 512, 2048) if shared else (128, 256, 128, 2048)
+    q, kv = meta(rows, 1, heads, head, kind=dtype), meta(2**17, 1, key_heads, width, kind=dtype)
+    out, numbers = meta(rows, 1, heads, value, kind=dtype), meta(rows, 1, heads)
+    choice = Choice(meta(rows, 1, entries, kind=torch.int32), *(meta(rows, 1, kind=torch.int32) for _ in range(2)))
+    parts, given = meta(rows, 1, entries, key_heads, width), (q, kv, choice, Form(head**-0.5, value))
+    sums, order = meta(rows, 1, key_heads, entries), meta(1, rows * entries, kind=torch.int64)
+    return {
+        "forward": chosen_triton.forward_launch(*given, out, numbers),
+        "queries": chosen_triton.query_grads_launch(*given, out, numbers, numbers, q),
+        "keys": chosen_triton.key_grads_launch(*given, out, numbers, numbers, parts, None),
+        "weights": chosen_triton.key_grads_launch(*given, None, numbers, None, None, sums),
+        "add": chosen_triton.add_parts_launch(parts, order.int(), order, meta(*kv.shape)),
     }

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.sparse_attention import choice, chosen_attention
+from megatron.context_parallel.sparse_attention import choice, chosen_math
 from tests.errors import worst
 from tests.pairs import also_in_full
 
@@ -98,7 +98,7 @@ def compare(ulysses: int, ring: int, balance: str, name: str, whole: bool, rows:
     start = inputs(whole=whole)
     ours, theirs = ({key: x.clone().requires_grad_() for key, x in start.items()} for _ in range(2))
     seen = selection(mask, **{key: x for key, x in start.items() if key.startswith("index")})
-    small = mock.patch.multiple(choice, ROWS=rows, KEYS=16), mock.patch.object(chosen_attention, "ENTRIES", 1000)
+    small = mock.patch.multiple(choice, ROWS=rows, KEYS=16), mock.patch.object(chosen_math, "ENTRIES", 1000)
     with small[0], small[1]:
         chosen, out, loss = over_ranks(ours, layout, mask)
         expected = dense(theirs, seen)

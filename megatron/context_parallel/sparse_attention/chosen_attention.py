@@ -1,34 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over chosen keys, and the loss that teaches the indexer which keys attention reads.
 
-The loss of a query is the Kullback-Leibler divergence of the indexer's softmax over the chosen keys from attention's
-own distribution, the mean over its heads (DeepSeek V3.2, arXiv 2512.02556, equation 4). No gradient reaches attention
-from it, and none the indexer from attention.
+No gradient reaches attention from that loss (index_loss.py), and none the indexer from attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.context_parallel.attention.kernels import KernelUnavailable
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import split
+from megatron.context_parallel.layout.spans import Span, split
+from megatron.context_parallel.sparse_attention import chosen_math, chosen_triton
+from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form, wide
+from megatron.context_parallel.sparse_attention.index_loss import Indexer, index_loss, index_loss_grads
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
 
-ENTRIES = 2**24  # of the keys gathered at a time
+__all__ = ["KERNELS", "Indexer", "delta", "queries_at_a_time", "select", "sparse_attention"]
 
-
-class Indexer(NamedTuple):
-    """An indexer's queries [s_local, b, heads, d], keys [s_local, b, d] and weights of heads [s_local, b, heads]."""
-
-    q: Tensor
-    k: Tensor
-    weights: Tensor
+KERNELS = ("auto", "triton", "math")
 
 
 @dataclass(frozen=True)
@@ -37,15 +33,15 @@ class _Rule:
 
     Attributes:
         layout: of the sequence.
-        value_size: entries of a value, the last ones of a row of ``kv``.
-        scale: of scores.
+        form: the scale of scores, and the entries of a value.
         heads: the group over which the heads of attention are distributed, for the loss; None: this rank has all.
+        kernel: one of :data:`KERNELS`.
     """
 
     layout: SequenceLayout
-    value_size: int
-    scale: float
+    form: Form
     heads: Any
+    kernel: str
 
 
 def sparse_attention(
@@ -58,6 +54,7 @@ def sparse_attention(
     scale: float,
     indexer: Indexer | None = None,
     heads_group: Any = None,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of this rank's queries to the keys that they chose. All ranks of ``layout.grid.context`` call it.
 
@@ -71,88 +68,75 @@ def sparse_attention(
         scale: of scores.
         indexer: compute its loss, too.
         heads_group: process group over which the heads are distributed (TP), for this loss.
+        kernel: ``auto``, ``triton`` or ``math``. Triton's kernels sum in a fixed order, so that a run gives the same
+            bits again; on a GPU ``math`` does so in PyTorch's deterministic mode.
 
     Returns:
         [s_local, b, heads, value_size], and the loss of each query [s_local, b], in fp32 at least; None without an
         indexer. Queries without keys have the output and the loss 0.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit, or a kernel that cannot run.
     """
     refuse_transforms("sparse_attention")
     if q.size(2) % kv.size(2) or kv.size(3) < max(q.size(3), value_size) or q.shape[:2] != chosen.shape[:2]:
         raise ValueError(
             f"queries {list(q.shape)}, keys with values {list(kv.shape)} and choices {list(chosen.shape)} do not fit"
         )
-    rule = _Rule(layout, value_size, scale, heads_group)
+    rule = _Rule(layout, Form(scale, value_size), heads_group, kernel)
     given = (None, None, None) if indexer is None else indexer
     q, kv = autocast_inputs(q, kv)
     out, loss = _SparseAttention.apply(q, kv, *given, chosen, rule)
     return out, None if indexer is None else loss
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def select(kernel: str, q: Tensor, kv: Tensor, value_size: int) -> ModuleType:
+    """The module whose functions compute attention: ``auto`` takes Triton's kernels on a GPU where they can run.
 
-
-def _take(complete: Tensor, at: Tensor) -> Tensor:
-    """Rows of [s, b, ...] at positions [r, b, n]: [r, b, n, ...]."""
-    return complete[at, torch.arange(complete.size(1), device=complete.device)[None, :, None]]
-
-
-def _add(total: Tensor, at: Tensor, parts: Tensor) -> None:
-    """Add to ``total`` [s, b, ...] the gradients [r, b, n, ...] of what :func:`_take` gives."""
-    for sample in range(total.size(1)):
-        total[:, sample].index_add_(0, at[:, sample].flatten(), parts[:, sample].flatten(0, 1))
-
-
-class _Chunk(NamedTuple):
-    """Some queries and the keys that they chose.
-
-    Attributes:
-        rows: of the queries.
-        at: positions of the keys [r, b, n]; 0 where there is none.
-        valid: whether there is one.
-        q: [r, b, key heads, heads of each, d].
-        kv: [r, b, n, key heads, D].
-        scores: [r, b, key heads, heads of each, n].
+    Raises:
+        KernelUnavailable: an unknown name, or the kernel cannot run.
     """
-
-    rows: slice
-    at: Tensor
-    valid: Tensor
-    q: Tensor
-    kv: Tensor
-    scores: Tensor
-
-
-def _chunks(q: Tensor, complete: Tensor, chosen: Tensor, rule: _Rule) -> Iterator[_Chunk]:
-    (s, b, heads, d), groups, n = q.shape, complete.size(2), chosen.size(2)
-    wide = _wide(q.dtype)
-    for start, stop in split((0, s), max(1, ENTRIES // (b * n * groups * complete.size(3)))):
-        rows = slice(start, stop)
-        at, valid = chosen[rows].long().clamp(min=0), chosen[rows] >= 0
-        grouped = q[rows].to(wide).unflatten(2, (groups, heads // groups))
-        kv = _take(complete, at).to(wide)
-        scores = torch.einsum("rbghd,rbngd->rbghn", grouped, kv[..., :d]) * rule.scale
-        yield _Chunk(rows, at, valid, grouped, kv, scores.masked_fill(~valid[:, :, None, None], float("-inf")))
+    if kernel not in KERNELS:
+        raise KernelUnavailable(kernel, f"no such kernel for chosen keys, only {', '.join(KERNELS)}")
+    if kernel == "math" or (kernel == "auto" and not q.is_cuda):
+        return chosen_math
+    reason = chosen_triton.why_not(q.device, q.dtype, q.size(3), kv.size(3), value_size)
+    if reason is None:
+        return chosen_triton
+    if kernel == "auto":
+        return chosen_math
+    raise KernelUnavailable(kernel, f"{reason}; use math")
 
 
-def _mean_weights(weights: Tensor, rule: _Rule) -> Tensor:
-    """The mean over all heads, [r, b, n], of weights [r, b, key heads, heads of each, n]."""
-    total, heads = weights.sum((2, 3)), weights.size(2) * weights.size(3)
+def delta(out: Tensor, dout: Tensor) -> Tensor:
+    """``sum(dout * out)`` of each head, in fp32 at least; without a copy of both for a few rows at a time."""
+    dtype = wide(out.dtype)
+    result = out.new_empty(out.shape[:3], dtype=dtype)
+    for rows in split((0, len(out)), max(1, chosen_math.ENTRIES // max(1, out[:1].numel()))):
+        torch.sum(out[slice(*rows)].to(dtype) * dout[slice(*rows)].to(dtype), -1, out=result[slice(*rows)])
+    return result
+
+
+def queries_at_a_time(q: Tensor, kv: Tensor, chosen: Tensor, kernel: ModuleType) -> list[Span]:
+    """The queries whose keys are gathered, or whose parts of gradients are written, at a time."""
+    row = max(1, chosen[0].numel() * kv[0, 0].numel()) if len(chosen) else 1
+    return split((0, len(q)), max(1, kernel.ENTRIES // row))
+
+
+def _target(weights: Tensor, heads: int, rule: _Rule) -> Tensor:
+    """The mean over all heads of weights that are summed over this rank's."""
     if rule.heads is not None and rule.heads.size() > 1:
-        dist.all_reduce(total, group=rule.heads)
+        dist.all_reduce(weights, group=rule.heads)
         heads *= rule.heads.size()
-    return total / heads
+    return weights / heads
 
 
-def _index_scores(chunk: _Chunk, q: Tensor, complete: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The indexer's keys [r, b, n, d], relu(q . k) [r, b, heads, n], and scores [r, b, n] of the chosen keys."""
-    keys = _take(complete, chunk.at).to(_wide(q.dtype))
-    each = torch.relu(torch.einsum("rbhd,rbnd->rbhn", q[chunk.rows].to(keys.dtype), keys))
-    scores = torch.einsum("rbh,rbhn->rbn", weights[chunk.rows].to(keys.dtype), each)
-    return keys, each, scores.masked_fill(~chunk.valid, float("-inf"))
+def _index_spans(spans: list[Span], chosen: Tensor, complete: Tensor) -> list[Span]:
+    """The same queries, so few at a time that the indexer's keys of their choices can be gathered as well."""
+    if not spans:
+        return spans
+    most = chosen_math.ENTRIES // max(1, chosen[0].numel() * complete.size(-1))
+    return split((0, len(chosen)), max(1, min(spans[0][1], most)))
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -170,21 +154,19 @@ class _SparseAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         complete = rule.layout.gather(kv)
         index_complete = None if index_k is None else rule.layout.gather(index_k)
-        wide = _wide(q.dtype)
-        out = q.new_empty(*q.shape[:3], rule.value_size)
-        lse = q.new_empty(q.shape[:3], dtype=wide)
-        loss = q.new_zeros(q.shape[:2], dtype=wide)
-        for chunk in _chunks(q, complete, chosen, rule):
-            total = chunk.scores.logsumexp(-1, keepdim=True)
-            weights = (chunk.scores - total.masked_fill(total == float("-inf"), 0)).exp()
-            mean = torch.einsum("rbghn,rbngd->rbghd", weights, chunk.kv[..., -rule.value_size :])
-            out[chunk.rows] = mean.flatten(2, 3).to(q.dtype)
-            lse[chunk.rows] = total.squeeze(-1).flatten(2, 3)
-            if index_complete is not None:
-                target = _mean_weights(weights, rule)
-                scores = _index_scores(chunk, index_q, index_complete, index_weights)[2]
-                apart = torch.special.xlogy(target, target) - target * scores.log_softmax(-1)
-                loss[chunk.rows] = apart.masked_fill(~chunk.valid, 0).sum(-1)
+        out = q.new_empty(*q.shape[:3], rule.form.value_size)
+        lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+        loss = q.new_zeros(q.shape[:2], dtype=wide(q.dtype))
+        choice, kernel = Choice.of(chosen), select(rule.kernel, q, kv, rule.form.value_size)
+        spans = queries_at_a_time(q, kv, chosen, kernel)
+        for start, stop in spans:
+            rows = slice(start, stop)
+            kernel.forward(q[rows], complete, choice.rows(start, stop), rule.form, out[rows], lse[rows])
+        for start, stop in () if index_complete is None else _index_spans(spans, chosen, index_complete):
+            rows = slice(start, stop)
+            given = kernel.mean_weights(q[rows], complete, choice.rows(start, stop), rule.form, lse[rows])
+            index = Indexer(index_q[rows], index_complete, index_weights[rows])
+            loss[rows] = index_loss(index, chosen[rows], _target(given, q.size(2), rule))
         ctx.rule = rule
         ctx.save_for_backward(q, kv, index_q, index_k, index_weights, chosen, out, lse)
         return out, loss
@@ -195,37 +177,26 @@ class _SparseAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, index_q, index_k, index_weights, chosen, out, lse = ctx.saved_tensors
         rule: _Rule = ctx.rule
-        wide, d = _wide(q.dtype), q.size(3)
+        sums = wide(q.dtype)
         complete = rule.layout.gather(kv)
-        dq, d_complete = torch.empty_like(q), torch.zeros_like(complete, dtype=wide)
+        dq, d_complete = q.new_empty(q.shape), torch.zeros_like(complete, dtype=sums)
+        choice, kernel = Choice.of(chosen), select(rule.kernel, q, kv, rule.form.value_size)
+        spans, of_rows = queries_at_a_time(q, kv, chosen, kernel), delta(out, d_out)
+        for start, stop in spans:
+            rows = slice(start, stop)
+            final = d_out[rows], lse[rows], of_rows[rows]
+            kernel.grads(q[rows], complete, choice.rows(start, stop), rule.form, *final, dq[rows], d_complete)
         teaches = index_k is not None and any(ctx.needs_input_grad[2:5])
         if teaches:
             index_complete = rule.layout.gather(index_k)
-            d_keys_complete = torch.zeros_like(index_complete, dtype=wide)
+            d_keys_complete = torch.zeros_like(index_complete, dtype=sums)
             d_index_q, d_index_weights = torch.empty_like(index_q), torch.empty_like(index_weights)
-        for chunk in _chunks(q, complete, chosen, rule):
-            total = lse[chunk.rows].unflatten(2, chunk.q.shape[2:4]).unsqueeze(-1)
-            weights = (chunk.scores - total.masked_fill(total == float("-inf"), 0)).exp()
-            d_mine = d_out[chunk.rows].to(wide).unflatten(2, chunk.q.shape[2:4])
-            own = (d_mine * out[chunk.rows].to(wide).unflatten(2, chunk.q.shape[2:4])).sum(-1, keepdim=True)
-            d_weights = torch.einsum("rbghd,rbngd->rbghn", d_mine, chunk.kv[..., -rule.value_size :])
-            d_scores = weights * (d_weights - own) * rule.scale
-            dq[chunk.rows] = torch.einsum("rbghn,rbngd->rbghd", d_scores, chunk.kv[..., :d]).flatten(2, 3).to(q.dtype)
-            d_kv = torch.zeros_like(chunk.kv)
-            d_kv[..., :d] += torch.einsum("rbghn,rbghd->rbngd", d_scores, chunk.q)
-            d_kv[..., -rule.value_size :] += torch.einsum("rbghn,rbghd->rbngd", weights, d_mine)
-            _add(d_complete, chunk.at, d_kv)
-            if teaches:
-                target = _mean_weights(weights, rule)
-                keys, each, scores = _index_scores(chunk, index_q, index_complete, index_weights)
-                d_index_scores = d_loss[chunk.rows].unsqueeze(-1) * (scores.softmax(-1) - target)
-                d_index_scores = d_index_scores.masked_fill(~chunk.valid, 0)
-                d_each = d_index_scores.unsqueeze(2) * index_weights[chunk.rows].to(wide).unsqueeze(-1) * (each > 0)
-                d_index_q[chunk.rows] = torch.einsum("rbhn,rbnd->rbhd", d_each, keys).to(index_q.dtype)
-                d_of_heads = torch.einsum("rbn,rbhn->rbh", d_index_scores, each)
-                d_index_weights[chunk.rows] = d_of_heads.to(index_weights.dtype)
-                d_keys = torch.einsum("rbhn,rbhd->rbnd", d_each, index_q[chunk.rows].to(wide))
-                _add(d_keys_complete, chunk.at, d_keys)
+            for start, stop in _index_spans(spans, chosen, index_complete):
+                rows = slice(start, stop)
+                given = kernel.mean_weights(q[rows], complete, choice.rows(start, stop), rule.form, lse[rows])
+                index = Indexer(index_q[rows], index_complete, index_weights[rows])
+                taught = chosen[rows], _target(given, q.size(2), rule), d_loss[rows]
+                d_index_q[rows], d_index_weights[rows] = index_loss_grads(index, *taught, d_keys_complete)
         dkv = rule.layout.sum_parts(d_complete).to(kv.dtype)
         if not teaches:
             return dq, dkv, None, None, None, None, None

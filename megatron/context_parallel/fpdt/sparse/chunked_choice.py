@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FPDT for learned sparsity: a layer in chunks whose queries choose their keys.
+
+The indexer's keys of the sequence stay on the device; the keys of attention (the latents) go to host memory, a chunk of
+all ranks at a time, and come back for each chunk of queries. Latents are so much shorter than all heads' queries that
+keys travel, not queries. A chunk is loaded whole: a thousand queries choose nearly all keys together, and to load only
+the chosen ones the host would have to wait for the choice (benchmarks/sparse_counts.py).
+
+Device memory: the indexer's keys, 4 bytes a token for their places, and a few chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
+from megatron.context_parallel.attention.rule import AttentionRule
+from megatron.context_parallel.fpdt.chunk_work import ChunkWork, LayerFunctions
+from megatron.context_parallel.fpdt.host_store import ChunkStore, HiddenStates
+from megatron.context_parallel.layout.grid import Axis
+from megatron.context_parallel.layout.masks import Causal, Mask
+from megatron.context_parallel.layout.spans import positions, union
+from megatron.context_parallel.layout.tiles import reach
+from megatron.context_parallel.sparse_attention.choice import choose_among
+from megatron.context_parallel.sparse_attention.chosen_attention import delta, queries_at_a_time, select
+from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form
+from megatron.context_parallel.sparse_attention.index_loss import Indexer
+from megatron.platform.streams import to_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedChoiceLayer(LayerFunctions):
+    """A layer of sparse attention as functions of one chunk; other fields are those of ``ChunkedLayer``.
+
+    Attributes:
+        project: (x of a chunk [c, b, h], chunk) -> q [c, b, heads, d], kv [c, b, key heads, D] as ``sparse_attention``
+            takes them, and an :class:`Indexer`, which gets no gradient.
+        output: (attention output [c, b, heads, value size], x of the chunk, chunk) -> [c, b, h], residual added.
+        top_k: keys that a query chooses.
+        masks: which keys may be chosen; one for each sample, or one for all.
+        form: the scale of scores, and the entries of a value.
+        kernel: as in ``sparse_attention``.
+    """
+
+    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Indexer]]
+    top_k: int
+    form: Form
+    masks: Sequence[Mask] = (Causal(),)
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rule != AttentionRule():
+            raise ValueError("rule= is for attention to all keys: give masks=, form= and kernel= for chosen ones")
+
+    def start(self, x: Tensor, *, saving: bool) -> _Pass:
+        return _Pass(self, x, saving)
+
+    @cached_property
+    def needs(self) -> list[list[int]]:
+        """For each chunk of queries, the chunks of keys that queries of any rank reach."""
+        layout, result = self.layout, []
+        rings = range(layout.grid.ring.size)
+        held = [[span for ring in rings for span in layout.chunk_spans(chunk, ring)] for chunk in range(layout.chunks)]
+        for spans in held:
+            met = union(*(reach(spans, mask, layout.seq_length) for mask in self.masks))
+            found = [any(a < d and c < b for a, b in keys for c, d in met) for keys in held]
+            result.append([chunk for chunk in range(layout.chunks) if found[chunk]])
+        return result
+
+
+class _Pass:
+    """One forward pass through the layer, and its backward pass.
+
+    Names in the store: ("q", "index", "chosen", "out", "lse", "dq", chunk) of this rank's queries; ("own", chunk) are
+    this rank's keys, ("kv", "dkv", chunk) those of all ranks.
+    """
+
+    def __init__(self, layer: ChunkedChoiceLayer, x: Tensor, saving: bool) -> None:
+        self.layer, self.layout, self.saving = layer, layer.layout, saving
+        self.work, self.x = ChunkWork(layer), HiddenStates(x, layer.offload)
+        self.work.ulysses = Axis()  # Ulysses ranks take queries, as ring ranks do: heads stay together
+        self.dx: HiddenStates | None = None
+        self.store = ChunkStore(layer.offload)
+        self.chunks, self.rows = range(self.layout.chunks), self.layout.local_chunks
+        self.masks = list(layer.masks) * (x.size(1) // len(layer.masks))
+        # Keys in the order of chunks; chunk n has those from edges[n] to edges[n + 1].
+        ring, device = self.layout.grid.ring.size, x.device if layer.offload is None else layer.offload.streams.device
+        spans = [[s for r in range(ring) for s in self.layout.chunk_spans(chunk, r)] for chunk in self.chunks]
+        self.order = [positions(each, device) for each in spans]
+        self.first = [ring * start for start, _ in self.layout.chunk_rows] + [self.layout.seq_length]
+        self.edges = to_device(torch.tensor(self.first, dtype=torch.int32), device)
+        self.places = torch.empty(self.layout.seq_length, dtype=torch.int32, device=device)
+        for chunk, at in enumerate(self.order):
+            self.places[at] = torch.arange(*self.first[chunk : chunk + 2], dtype=torch.int32, device=device)
+
+    # ---- keys of all ranks
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """A chunk of all ranks."""
+        axis = self.layout.grid.context
+        if axis.size == 1:
+            return x.contiguous()
+        result = x.new_empty((len(x) * axis.size, *x.shape[1:]))
+        dist.all_gather_into_tensor(result, x.contiguous(), group=axis.group)
+        return result
+
+    def _own_sum(self, x: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks of a chunk of all ranks."""
+        axis = self.layout.grid.context
+        if axis.size == 1:
+            return x
+        result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(result, x.contiguous(), group=axis.group)
+        return result
+
+    def _pieces(self, chosen: Tensor, keys: Sequence[int]) -> list[Choice]:
+        """A choice (places, ascending) among the keys of each of these chunks."""
+        found = torch.searchsorted(chosen, self.edges.expand(*chosen.shape[:2], -1).contiguous(), out_int32=True)
+        return [Choice(chosen - self.first[key], found[..., key], found[..., key + 1]) for key in keys]
+
+    def _in_places(self, chosen: Tensor) -> Tensor:
+        """Positions as places; after the last key where there is none."""
+        places = self.places[chosen.clamp(min=0).long()]
+        return places.masked_fill_(chosen < 0, self.layout.seq_length).sort(-1).values
+
+    # ---- the two passes
+
+    def forward(self, y: HiddenStates | None) -> None:
+        needs, index = self.layer.needs, None
+        ready = [max([query, *needs[query]]) for query in self.chunks]
+        for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
+            q, own, (index_q, index_k, weights) = self.layer.project(x, chunk)
+            index_k, kv = self._gathered(index_k.detach()), self._gathered(own)
+            if index is None:
+                index = index_k.new_zeros((self.layout.seq_length, *index_k.shape[1:]))
+            index[self.order[chunk]] = index_k
+            fresh = {("q", chunk): q, ("index", chunk): index_q.detach(), ("weights", chunk): weights.detach()}
+            queries = [query for query in self.chunks if ready[query] == chunk]
+            if queries != [chunk]:
+                for name, part in fresh.items():
+                    self.store.put(name, part.contiguous())
+            elif self.saving:
+                self.store.put(("q", chunk), q.contiguous())
+            self.store.put(("kv", chunk), kv)
+            if self.saving:
+                self.store.put(("own", chunk), own.contiguous())
+            fresh[("kv", chunk)] = kv
+            del q, own, kv, index_q, index_k, weights
+            for query in queries:
+                out = self._attend(query, chunk, index, fresh)
+                if y is not None:
+                    self.work.output(out, x if query == chunk else self.x.read(self.rows[query]), query, y)
+        self.store.drop(*(("kv", chunk) for chunk in self.chunks))
+
+    def _attend(self, query: int, chunk: int, index: Tensor, fresh: dict[tuple, Tensor]) -> Tensor:
+        names, (layer, store) = [(name, query) for name in ("q", "index", "weights")], (self.layer, self.store)
+        q, index_q, weights = (loading.wait() for loading in store.load(names, fresh))
+        spans = self.layout.local_chunk_spans(query)
+        chosen = choose_among(index_q, index, weights, spans=spans, top_k=layer.top_k, masks=self.masks)
+        chosen = self._in_places(chosen)
+        keys = sorted(layer.needs[query], key=lambda key: key != chunk)  # first this chunk, which is on the device
+        sums = accumulation_dtype(q.dtype)
+        out = q.new_zeros((*q.shape[:3], layer.form.value_size), dtype=sums)
+        lse = q.new_full(q.shape[:3], float("-inf"), dtype=sums)
+        pieces, coming = self._pieces(chosen, keys), store.walk([[("kv", key)] for key in keys], fresh)
+        for key, piece, loaded in zip(keys, pieces, coming):
+            kv = loaded["kv", key]
+            kernel = select(layer.kernel, q, kv, layer.form.value_size)
+            for start, stop in queries_at_a_time(q, kv, chosen, kernel):
+                rows = slice(start, stop)
+                kernel.forward(q[rows], kv, piece.rows(start, stop), layer.form, out[rows], lse[rows], first=False)
+        out = out.to(q.dtype)
+        store.drop(*names[1:])
+        if self.saving:
+            for name, x in (("chosen", chosen), ("out", out), ("lse", lse)):
+                store.put((name, query), x)
+        else:
+            store.drop(names[0])
+        return out
+
+    def backward(self, dy: HiddenStates) -> None:
+        """All queries, whose gradients wait in the store, as those of keys do; then the projections."""
+        store, reverse = self.store, self.chunks[::-1]
+        for chunk in self.chunks:
+            store.put(("kv", chunk), self._gathered(store.pop(("own", chunk))))
+        spans = [self.rows[query] for query in reverse]
+        saved = store.walk([[(name, query) for name in ("q", "chosen", "out", "lse")] for query in reverse])
+        for query, x, dy_part, loaded in zip(reverse, self.x.walk(spans), dy.walk(spans), saved):
+            q, chosen, out, lse = (loaded.pop((name, query)) for name in ("q", "chosen", "out", "lse"))
+            dout, residual = self.work.output_grad(out, x, dy_part, query)
+            self.dx.write(self.rows[query], residual)
+            store.put(("dq", query), self._query_grads(query, q, chosen, dout, lse, delta(out, dout)))
+            store.drop(*((name, query) for name in ("q", "chosen", "out", "lse")))
+            del q, chosen, out, lse, dout, residual
+        for chunk in self.chunks:
+            store.drop(("kv", chunk))
+        grads = store.walk([[("dq", chunk), ("dkv", chunk)] for chunk in self.chunks])
+        for chunk, x, loaded in zip(self.chunks, self.x.walk(self.rows), grads):
+            dq, dkv = loaded.pop(("dq", chunk)), loaded.pop(("dkv", chunk), None)
+            leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                q, own, _ = self.layer.project(leaf, chunk)
+            if dkv is None:  # no query of this rank met this chunk
+                dkv = own.new_zeros((len(own) * self.layout.grid.context.size, *own.shape[1:]), dtype=dq.dtype)
+                dkv = dkv.to(accumulation_dtype(own.dtype))
+            own_sum = self._own_sum(dkv).to(own.dtype)
+            (dx,) = self.work.parameter_grads.differentiate([q, own], [leaf], [dq.to(q.dtype), own_sum])
+            self.dx.write_sum(self.rows[chunk], self.dx.read(self.rows[chunk]), dx)
+            store.drop(("dq", chunk), ("dkv", chunk))
+
+    def _query_grads(self, query: int, q: Tensor, chosen: Tensor, dout: Tensor, lse: Tensor, of_rows: Tensor) -> Tensor:
+        """dq of a chunk. The gradients of keys are added to the sums in the store."""
+        store, layer, keys = self.store, self.layer, self.layer.needs[query]
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        pieces, coming = self._pieces(chosen, keys), store.walk([[("kv", key), ("dkv", key)] for key in keys])
+        for key, piece, loaded in zip(keys, pieces, coming):
+            kv, dkv = loaded.pop(("kv", key)), loaded.pop(("dkv", key), None)
+            dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device) if dkv is None else dkv
+            kernel = select(layer.kernel, q, kv, layer.form.value_size)
+            for rows in (slice(*span) for span in queries_at_a_time(q, kv, chosen, kernel)):
+                final = dout[rows], lse[rows], of_rows[rows], dq[rows], dkv
+                kernel.grads(q[rows], kv, piece.rows(rows.start, rows.stop), layer.form, *final, first=False)
+            store.put(("dkv", key), dkv)
+        return dq.to(q.dtype)
