@@ -39,7 +39,10 @@ from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
 
 EXIT_NOTHING, EXIT_REFUSED = 1, 2
-MISSING = re.compile(r"^(?:.*: )?([^:\n]+): No such file or directory$", re.MULTILINE)  # of bash, cat and others
+MISSING = re.compile(  # of bash, cat, sed and others
+    r"^(?:.*: )?(?:can't read |cannot \w+ )?'?([^:'\n]+?)'?(?: for reading)?: No such file or directory$", re.MULTILINE
+)
+PLACEHOLDER = re.compile(r"<[A-Za-z][\w ,/-]*>")
 SILENT = ("cd", "mkdir", "tee", "source", "export", "bash", "sh", "sbatch")  # calls that are not reported
 
 
@@ -71,8 +74,8 @@ def check(script: Path, args: argparse.Namespace) -> int:
             accepted = report(training, cwd, done, args.processes)
             args.refused = args.refused or not accepted
         report_others(done)
-        if launches and args.refused and (missing := missing_files(done)):
-            print(f"the script reads {missing}: copy it here, or set the variable that names its folder")
+        if launches and args.refused and (missing := missing_files(script, done)):
+            print(f"the script {missing}")
     if not launches:
         report_nothing(script, done)
         return EXIT_NOTHING
@@ -222,21 +225,26 @@ def report_others(done: Record) -> None:
         print(f"  {shlex.join(words)[:120]}: its output is unknown here, and counts as empty")
 
 
-def missing_files(done: Record) -> str:
-    """The files that the script did not find, for a message; "" if it found all."""
+def missing_files(script: Path, done: Record) -> str:
+    """What a message about the script says of files that it did not find; "" if it found all."""
     sourced = (call.words[1] for call in done.calls if call.words[0] == "source" and len(call.words) > 1)
     named = [*MISSING.findall(with_script_paths(done.output, done)), *sourced]
-    return some([*dict.fromkeys(named)]) + ", which does not exist on this machine" if named else ""
+    for placeholder in PLACEHOLDER.findall(script.read_text(errors="replace") + done.output):
+        if "syntax error" in done.output or any(placeholder[1:].startswith(name) for name in named):
+            return f"has a placeholder, {placeholder}: put your own value in its place"
+    files = some([*dict.fromkeys(named)])
+    where = "does not exist on this machine: copy it here, or set the variable that names its folder"
+    return f"reads {files}, which {where}" if named else ""
 
 
 def report_nothing(script: Path, done: Record) -> None:
     """Print why no training command was found."""
     if done.returncode is None:
         print(f"error: {script} did not end within {SECONDS} s, and was stopped", file=sys.stderr)
-    elif missing := missing_files(done):
+    elif missing := missing_files(script, done):
         print(
-            f"error: {script} reads {missing}: copy it here, or set the variable that names its folder; without it, it "
-            f"started no training program (its exit code is {done.returncode})",
+            f"error: {script} {missing}; without it, it started no training program (its exit code is "
+            f"{done.returncode})",
             file=sys.stderr,
         )
     else:

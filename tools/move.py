@@ -231,8 +231,8 @@ def acceptable(job: Job, console: Console) -> list[str]:
             for part in refusal.parts:
                 console.print(f"- {part}")
             return result
-        if missing := missing_files(job.done):
-            raise Refusal(f"{job.script} reads {missing}: copy it here, or set the variable of its folder") from refusal
+        if missing := missing_files(job.script, job.done):
+            raise Refusal(f"{job.script} {missing}") from refusal
         raise
     return words
 

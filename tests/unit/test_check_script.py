@@ -166,6 +166,20 @@ def test_a_file_that_only_the_cluster_has_is_named_as_the_cause(folder: Path, ca
     assert "copy it here, or set the variable that names its folder" in message
 
 
+@pytest.mark.parametrize(
+    "where", ["D=<PATH TO THE DATA>\ntorchrun", "D=(<PATH TO THE DATA>)\n", "sed s/a/b/ <PATH TO x>\n"]
+)
+def test_a_placeholder_is_named(folder: Path, capsys: pytest.CaptureFixture[str], where: str):
+    (folder / "fill.sh").write_text(f"{where} pretrain_gpt.py\n")
+    code, message = check(capsys, "fill.sh")
+    assert code == 1 and "fill.sh has a placeholder, <PATH TO " in message and ">: put your own value in" in message
+
+
+def test_a_file_that_sed_misses_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "sed.sh").write_text("sed s/a/b/ template.json > mine.json\n")
+    assert "sed.sh reads template.json, which does not exist" in check(capsys, "sed.sh")[1]
+
+
 def test_an_empty_variable_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "empty.sh").write_text(
         """GPT_ARGS="
