@@ -227,5 +227,8 @@ def chosen_example(
         "queries": chosen_triton.query_grads_launch(*given, out, numbers, numbers, q),
         "keys": chosen_triton.key_grads_launch(*given, out, numbers, numbers, parts, None),
         "weights": chosen_triton.key_grads_launch(*given, None, numbers, None, None, sums),
+        "index": chosen_triton.index_scores_launch(
+            meta(128, 64, 128, kind=dtype), meta(2**14, 128, kind=dtype), meta(128, 64), meta(128, 2**14)
+        ),
         "add": chosen_triton.add_parts_launch(parts, order.int(), order, meta(*kv.shape)),
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.context_parallel.sparse_attention import chosen_math, chosen_triton
+from megatron.context_parallel.sparse_attention.choice import choose_among
 from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form
 from tests.distributed.pool import fork_server
 from tests.patience import patience
@@ -66,7 +67,7 @@ def results(module, q: Tensor, kv: Tensor, choice: Choice, dout: Tensor, form: F
     for first, stop in zip(parts, [*parts[1:], KEYS]):
         inside = (choice.at >= 0) & (choice.at < KEYS)
         begin, end = ((inside & (choice.at < edge)).sum(-1, dtype=torch.int32) for edge in (first, stop))
-        pieces.append((kv[first:stop], Choice(choice.at - first, begin, end), slice(first, stop)))
+        pieces.append((kv[first:stop], Choice(choice.at - first, begin, end, len(parts) > 1), slice(first, stop)))
     for index, (part, own, _) in enumerate(pieces):
         module.forward(q, part, own, form, out, lse, first=not index)
     delta = (out.to(sums) * dout.to(sums)).sum(-1)
@@ -168,6 +169,35 @@ def test_choice_of_a_kernel(interpreted):
         chosen_by_name(4, "triton")
     with pytest.raises(ValueError, match="no such kernel for chosen keys, only auto, triton, math"):
         chosen_by_name(4, "flash")
+
+
+def chosen_twice(top: int, whole: bool) -> tuple[int, int]:
+    """Entries that the index kernel and plain PyTorch choose differently, in all queries and if a rank has a part."""
+    torch.manual_seed(3)
+    length, masks = 90, [cp.Documents((1, 30, 90)), cp.Causal()]
+    q, k, weights = torch.randn(length, 2, 3, 24), torch.randn(length, 2, 24), torch.randn(length, 2, 3)
+    if whole:  # exact scores, many of them equal
+        q, k, weights = (x.round().clamp(-1, 1).bfloat16() for x in (q, k, weights))
+    every = choose_among(q, k, weights, spans=((0, length),), top_k=top, masks=masks, kernel="triton")
+    part = {"spans": ((40, 71),), "top_k": top, "masks": masks}
+    some = choose_among(q[40:71], k, weights[40:71], **part, kernel="triton")
+    right = choose_among(q, k, weights, spans=((0, length),), top_k=top, masks=masks, kernel="math")
+    return int((every != right).sum()), int((some != every[40:71]).sum())
+
+
+@pytest.mark.parametrize("top, whole", [(5, True), pytest.param(100, False, marks=pytest.mark.full)])
+def test_the_index_kernel_chooses_the_same_keys(interpreted, top, whole):
+    """With ties, with queries that may choose fewer keys than they want, and without keys of other documents."""
+    assert interpreted(chosen_twice, top, whole) == (0, 0)
+
+
+def test_kernels_of_the_choice():
+    q = torch.randn(4, 1, 1, 4)
+    given = {"layout": cp.SequenceLayout(4, cp.abstract_grid()), "top_k": 1}
+    with pytest.raises(ValueError, match="kernel=triton for an indexer's scores: needs a GPU; use math"):
+        cp.choose_keys(q, q[:, :, 0], q[..., 0], **given, kernel="triton")
+    with pytest.raises(ValueError, match="no kernel flash for an indexer's scores: use auto, triton or math"):
+        cp.choose_keys(q, q[:, :, 0], q[..., 0], **given, kernel="flash")
 
 
 @pytest.fixture(scope="module")

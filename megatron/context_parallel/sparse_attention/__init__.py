@@ -3,6 +3,7 @@
 
 On a grid the queries stay and the keys come: all heads share the chosen keys, and mostly the keys themselves, which are
 short. Every rank gathers the index keys and the keys of the sequence for the duration of one call; that is linear in
-the length. Fetching only what is chosen would not be less: thousands of queries with 2,048 keys each choose nearly all
-of them together. Ulysses ranks take their part of the queries, as ring ranks do.
+the length. Untrained indexers choose nearly all keys together. Trained ones may choose few, but to fetch only these
+the host would have to wait for their numbers, to save what takes little time beside the indexer's scores
+(benchmarks/sparse_counts.py). Ulysses ranks take their part of the queries, as ring ranks do.
 """

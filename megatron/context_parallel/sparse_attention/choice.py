@@ -17,9 +17,11 @@ from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach, tiles
+from megatron.context_parallel.sparse_attention import chosen_triton
 from megatron.platform.autograd import without_autocast
 
 ROWS, KEYS = 128, 1024  # of a block of scores
+TOGETHER = 16  # blocks of keys whose scores Triton's kernel computes at once: it keeps no scores of heads
 NOTHING = -(2**63)
 LAST = 2**32 - 1
 
@@ -27,12 +29,19 @@ LAST = 2**32 - 1
 @torch.no_grad()
 @without_autocast
 def choose_keys(
-    q: Tensor, k: Tensor, weights: Tensor, *, layout: SequenceLayout, top_k: int, mask: Mask | Sequence[Mask] = Causal()
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    layout: SequenceLayout,
+    top_k: int,
+    mask: Mask | Sequence[Mask] = Causal(),
+    kernel: str = "auto",
 ) -> Tensor:
     """The keys that each of this rank's queries chooses: those with the highest scores that its mask allows.
 
-    All ranks of ``layout.grid.context`` call it together. The largest temporary tensor has b x heads x 128 x 1,024
-    scores, and the keys of the complete sequence are held during the call.
+    All ranks of ``layout.grid.context`` call it together. The largest temporary tensor has heads x 128 x 1,024 scores
+    (128 x 16,384 on a GPU with Triton), and the keys of the complete sequence are held during the call.
 
     Args:
         q: queries of the indexer [s_local, b, heads, d].
@@ -41,22 +50,30 @@ def choose_keys(
         layout: of the sequence.
         top_k: number of keys.
         mask: which keys may be chosen; a sequence has one for each sample.
+        kernel: ``auto``, ``triton`` or ``math``. Both round differently: use the same on all ranks.
 
     Returns:
         int32 [s_local, b, top_k]: positions in the sequence, ascending; -1 at the end where the mask allows fewer keys.
 
     Raises:
-        ValueError: ``top_k`` is below 1.
+        ValueError: ``top_k`` is below 1, or the kernel cannot run.
     """
     if top_k < 1:
         raise ValueError(f"each query must choose at least one key, not {top_k}")
     masks = [mask] * q.size(1) if not isinstance(mask, Sequence) else list(mask) * (q.size(1) // len(mask))
     complete = layout.gather(k)
-    return choose_among(q, complete, weights, spans=layout.local_spans, top_k=top_k, masks=masks)
+    return choose_among(q, complete, weights, spans=layout.local_spans, top_k=top_k, masks=masks, kernel=kernel)
 
 
 def choose_among(
-    q: Tensor, complete: Tensor, weights: Tensor, *, spans: Spans, top_k: int, masks: Sequence[Mask]
+    q: Tensor,
+    complete: Tensor,
+    weights: Tensor,
+    *,
+    spans: Spans,
+    top_k: int,
+    masks: Sequence[Mask],
+    kernel: str = "auto",
 ) -> Tensor:
     """What :func:`choose_keys` returns for queries at the positions ``spans``; without communication.
 
@@ -64,21 +81,22 @@ def choose_among(
         complete: the keys of the sequence [s, b, d]; those to which no query attends may be missing (any numbers).
         masks: one for each sample.
     """
-    local, length = len(q), len(complete)
+    local, length, fused = len(q), len(complete), _uses_triton(kernel, q, complete)
+    block = KEYS * (TOGETHER if fused else 1)
     top_k = min(top_k, length)
     chosen = torch.full((local, q.size(1), top_k), -1, dtype=torch.int32, device=q.device)
     for rows in split((0, local), ROWS):
         held = positions_of([rows], spans)
         for sample, own in enumerate(masks):
             best: list[Tensor] = []  # numbers of the best keys so far, then of all keys of some blocks
-            mine = [_padded(x[rows[0] : rows[1], sample].float(), ROWS) for x in (q, weights)]
-            for keys in _blocks(reach(held, own, length), length):
-                scores = _scores(*mine, _padded(complete[keys[0] : keys[1], sample].float(), KEYS))
-                scores = scores[: rows[1] - rows[0], : keys[1] - keys[0]]
+            mine = [x[rows[0] : rows[1], sample] for x in (q, weights)]
+            for keys in _blocks(reach(held, own, length), length, block):
+                theirs = complete[keys[0] : keys[1], sample]
+                scores = chosen_triton.index_scores(mine[0], theirs, mine[1]) if fused else _scores(*mine, theirs)
                 ranked = _ranked(scores, torch.arange(*keys, device=q.device)[None])
                 allowed = _allowed(held, keys, own, q.device)
                 best.append(ranked if allowed is None else ranked.masked_fill_(~allowed, NOTHING))
-                if sum(x.size(1) for x in best) > 2 * top_k + 2 * KEYS:
+                if sum(x.size(1) for x in best) > 2 * top_k + 2 * block:
                     best = [_highest(best, top_k)]
             if not best:
                 continue
@@ -111,11 +129,23 @@ def _allowed(held: Spans, keys: Span, mask: Mask, device: torch.device) -> Tenso
     return allowed
 
 
-def _blocks(reached: Sequence[Span], length: int) -> Iterator[Span]:
+def _uses_triton(kernel: str, q: Tensor, k: Tensor) -> bool:
+    if kernel == "math" or (kernel == "auto" and not q.is_cuda):
+        return False
+    if kernel not in ("auto", "triton"):
+        raise ValueError(f"no kernel {kernel} for an indexer's scores: use auto, triton or math")
+    reason = chosen_triton.cannot_run(q.device, q.dtype)
+    reason = reason or (None if q.dtype == k.dtype else "needs queries and keys of one dtype")
+    if reason and kernel == "triton":
+        raise ValueError(f"kernel=triton for an indexer's scores: {reason}; use math")
+    return reason is None
+
+
+def _blocks(reached: Sequence[Span], length: int, block: int) -> Iterator[Span]:
     """The blocks of keys, cut at the same positions on every grid, that hold a position of ``reached``."""
-    numbers = {n for start, stop in reached for n in range(start // KEYS, -(-stop // KEYS))}
+    numbers = {n for start, stop in reached for n in range(start // block, -(-stop // block))}
     for n in sorted(numbers):
-        yield n * KEYS, min((n + 1) * KEYS, length)
+        yield n * block, min((n + 1) * block, length)
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
@@ -124,9 +154,11 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 def _scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
-    """q [ROWS, heads, d], weights [ROWS, heads], k [KEYS, d] -> [ROWS, KEYS], fp32."""
+    """q [r, heads, d], weights [r, heads], k [n, d] -> [r, n], fp32."""
+    shape = len(q), len(k)
+    q, weights, k = (_padded(x.float(), rows) for x, rows in ((q, ROWS), (weights, ROWS), (k, KEYS)))
     each = torch.relu(q.flatten(0, 1) @ k.T).unflatten(0, q.shape[:2])
-    return torch.bmm(weights.unsqueeze(1), each).squeeze(1)
+    return torch.bmm(weights.unsqueeze(1), each).squeeze(1)[: shape[0], : shape[1]]
 
 
 def _ranked(scores: Tensor, there: Tensor) -> Tensor:

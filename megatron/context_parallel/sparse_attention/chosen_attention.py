@@ -22,7 +22,7 @@ from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form,
 from megatron.context_parallel.sparse_attention.index_loss import Indexer, index_loss, index_loss_grads
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
 
-__all__ = ["KERNELS", "Indexer", "delta", "queries_at_a_time", "select", "sparse_attention"]
+__all__ = ["KERNELS", "Indexer", "delta", "mean_over_heads", "queries_at_a_time", "select", "sparse_attention"]
 
 KERNELS = ("auto", "triton", "math")
 
@@ -123,11 +123,11 @@ def queries_at_a_time(q: Tensor, kv: Tensor, chosen: Tensor, kernel: ModuleType)
     return split((0, len(q)), max(1, kernel.ENTRIES // row))
 
 
-def _target(weights: Tensor, heads: int, rule: _Rule) -> Tensor:
-    """The mean over all heads of weights that are summed over this rank's."""
-    if rule.heads is not None and rule.heads.size() > 1:
-        dist.all_reduce(weights, group=rule.heads)
-        heads *= rule.heads.size()
+def mean_over_heads(weights: Tensor, heads: int, group: Any) -> Tensor:
+    """The mean over all heads of weights that are summed over this rank's ``heads``; ``group`` has the others."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(weights, group=group)
+        heads *= group.size()
     return weights / heads
 
 
@@ -166,7 +166,7 @@ class _SparseAttention(torch.autograd.Function):
             rows = slice(start, stop)
             given = kernel.mean_weights(q[rows], complete, choice.rows(start, stop), rule.form, lse[rows])
             index = Indexer(index_q[rows], index_complete, index_weights[rows])
-            loss[rows] = index_loss(index, chosen[rows], _target(given, q.size(2), rule))
+            loss[rows] = index_loss(index, chosen[rows], mean_over_heads(given, q.size(2), rule.heads))
         ctx.rule = rule
         ctx.save_for_backward(q, kv, index_q, index_k, index_weights, chosen, out, lse)
         return out, loss
@@ -195,7 +195,7 @@ class _SparseAttention(torch.autograd.Function):
                 rows = slice(start, stop)
                 given = kernel.mean_weights(q[rows], complete, choice.rows(start, stop), rule.form, lse[rows])
                 index = Indexer(index_q[rows], index_complete, index_weights[rows])
-                taught = chosen[rows], _target(given, q.size(2), rule), d_loss[rows]
+                taught = chosen[rows], mean_over_heads(given, q.size(2), rule.heads), d_loss[rows]
                 d_index_q[rows], d_index_weights[rows] = index_loss_grads(index, *taught, d_keys_complete)
         dkv = rule.layout.sum_parts(d_complete).to(kv.dtype)
         if not teaches:

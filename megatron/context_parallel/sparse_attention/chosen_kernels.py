@@ -240,3 +240,25 @@ def add_parts(
             part = (number // entries * samples + b) * entries + number % entries
             total += tl.load(parts + part * WIDTH + column, column < WIDTH, other=0.0)
         tl.store(at, total, column < WIDTH)
+
+
+@triton.jit
+def index_scores(
+    q, k, weights, out, rows, keys, q_ss, q_sh, k_ss, weights_ss, weights_sh, out_ss,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """An indexer's scores of BLOCK queries and STEP keys. relu(q . k) of a head is never in memory."""
+    row, key = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1) * STEP + tl.arange(0, STEP)
+    column = tl.arange(0, SIZE_BLOCK)
+    these = _gathered(k, key, key < keys, k_ss, 0, SIZE, SIZE_BLOCK)
+    total = tl.zeros((BLOCK, STEP), tl.float32)
+    inside = (row < rows)[:, None] & (column < SIZE)[None, :]
+    for head in range(HEADS):
+        at = row.to(tl.int64) * q_ss + head * q_sh
+        queries = tl.load(q + at[:, None] + column[None, :], inside, other=0.0)
+        weight = tl.load(weights + row.to(tl.int64) * weights_ss + head * weights_sh, row < rows, other=0.0)
+        each = tl.maximum(dot(queries, tl.trans(these), None, PRECISION), 0.0)
+        total += each * weight.to(tl.float32)[:, None]
+    to = out + row[:, None].to(tl.int64) * out_ss + key[None, :]
+    tl.store(to, total, (row < rows)[:, None] & (key < keys)[None, :])

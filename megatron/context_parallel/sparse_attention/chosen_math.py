@@ -21,11 +21,13 @@ class Choice(NamedTuple):
     Attributes:
         at: rows of keys, int32 [s, b, n].
         begin, end: int32 [s, b]; a query reads only these entries of ``at``.
+        part: few of the entries are read, so that it is worth to wait for their number.
     """
 
     at: Tensor
     begin: Tensor
     end: Tensor
+    part: bool = False
 
     @classmethod
     def of(cls, chosen: Tensor) -> Choice:
@@ -35,7 +37,7 @@ class Choice(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Choice:
         """The choice of some of the queries."""
-        return Choice(*(x[start:stop] for x in self))
+        return Choice(*(x[start:stop] for x in self[:3]), self.part)
 
 
 class Form(NamedTuple):
@@ -125,13 +127,15 @@ class _Gathered:
 
     Attributes:
         at: rows of the keys [r, b, n]; 0 where there is none.
-        valid: whether there is one. n is the largest number of keys of a query.
+        places, valid: entries of the choice, and whether a query reads them; all, or as many as any query reads.
         q: [r, b, key heads, heads of each, d]. kv: [r, b, n, key heads, D].
         scores: [r, b, key heads, heads of each, n].
     """
 
     def __init__(self, q: Tensor, kv: Tensor, choice: Choice, form: Form) -> None:
-        most = int((choice.end - choice.begin).max()) if choice.end.numel() else 0
+        most = choice.at.size(2)
+        if choice.part and choice.end.numel():
+            most = int((choice.end - choice.begin).max())
         self.places = choice.begin.long().unsqueeze(-1) + torch.arange(most, device=q.device)
         self.valid = self.places < choice.end.unsqueeze(-1)
         self.places.masked_fill_(~self.valid, 0)

@@ -22,16 +22,22 @@ from megatron.decisions.kernel_order import too_old
 ENTRIES = 2**26  # of the parts of gradients written at a time
 LARGEST = 512  # entries of a value, and of the part of a key before it
 SUM = Blocks(1, 512, 4, 1)
+INDEX = Blocks(64, 128, 4, 2)
 
 
 def why_not(device: torch.device, dtype: torch.dtype, d: int, width: int, value_size: int) -> str | None:
     """Why the kernels cannot compute with such tensors, or None."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return "needs fp32, bf16 or fp16"
     if width not in (d, d + value_size) or width == value_size:
         return "needs values that are the last part of the key, or follow it"
     if max(width - value_size, value_size) > LARGEST:
         return f"needs values, and keys before them, of at most {LARGEST} entries"
+    return cannot_run(device, dtype)
+
+
+def cannot_run(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no kernel of this folder can compute on a device, or None."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "needs fp32, bf16 or fp16"
     if missing := missing_triton():
         return missing
     if interpreted():
@@ -76,6 +82,14 @@ def grads(
     target = choice.at.masked_fill(~read, -1).transpose(0, 1).flatten(1)
     target, order = target.sort(dim=1, stable=True)
     add_parts_launch(parts, target, order, dkv).run()
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """The indexer's scores in fp32 [r, n], from q [r, heads, d], k [n, d] and weights [r, heads]. A score does not
+    depend on which other queries and keys are computed with it."""
+    out = q.new_empty((len(q), len(k)), dtype=torch.float32)
+    index_scores_launch(q, k, weights, out).run()
+    return out
 
 
 def forward_launch(
@@ -129,6 +143,20 @@ def key_grads_launch(
     return Launch(_kernel("chosen_key_grads"), grid, arguments, blocks)
 
 
+def index_scores_launch(q: Tensor, k: Tensor, weights: Tensor, out: Tensor) -> Launch:
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    blocks = INDEX if q.element_size() == 2 else Blocks(32, 64, 4, 1)
+    arguments = {
+        "q": q, "k": k, "weights": weights, "out": out, "rows": len(q), "keys": len(k),
+        "q_ss": q.stride(0), "q_sh": q.stride(1), "k_ss": k.stride(0), "weights_ss": weights.stride(0),
+        "weights_sh": weights.stride(1), "out_ss": out.stride(0), "HEADS": q.size(1), "SIZE": q.size(2),
+        "SIZE_BLOCK": _power(q.size(2)), "BLOCK": blocks.block, "STEP": blocks.step,
+        "PRECISION": "interpreted" if interpreted() else "ieee",
+    }  # fmt: skip
+    grid = (-(-len(q) // blocks.block), -(-len(k) // blocks.step))
+    return Launch(_kernel("index_scores"), grid, arguments, blocks)
+
+
 def add_parts_launch(parts: Tensor, target: Tensor, order: Tensor, dkv: Tensor) -> Launch:
     """Add parts to ``dkv``. ``target`` [b, s x entries]: their rows, ascending; ``order``: the parts' own numbers."""
     (b, size), width = target.shape, parts.size(3) * parts.size(4)
@@ -141,7 +169,7 @@ def add_parts_launch(parts: Tensor, target: Tensor, order: Tensor, dkv: Tensor) 
 
 
 def _blocks(which: str, q: Tensor, kv: Tensor, form: Form) -> Blocks:
-    """Heads and keys of a step. With these no loop spills registers (tests/unit/test_chosen_kernels.py)."""
+    """Heads and keys of a step. With these at most 40 bytes of a thread's registers are spilled, none by forward."""
     heads, small = _power(q.size(2) // kv.size(2)), q.element_size() == 2
     if max(form.value_size, kv.size(3) - form.value_size) > 256:  # latents: sums of 512 numbers for each head or key
         rows, step = {"forward": (32, 32), "queries": (32, 32), "keys": (32, 16)}[which]
