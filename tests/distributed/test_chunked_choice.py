@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.fpdt.host_store import Offload
-from megatron.context_parallel.fpdt.sparse.chunked_choice import ChunkedChoiceLayer
+from megatron.context_parallel.fpdt.sparse.chunked_choice import ChunkedChoiceLayer, Lesson
 from megatron.context_parallel.sparse_attention.chosen_math import Form
 from tests.adversary import Adversary
 from tests.errors import worst
@@ -43,17 +43,24 @@ def output(w: dict[str, Tensor], out: Tensor, x: Tensor) -> Tensor:
     return x + out.flatten(2) @ w["out"]
 
 
-def whole(w: dict[str, Tensor], x: Tensor, masks) -> Tensor:
+def whole(w: dict[str, Tensor], x: Tensor, masks) -> tuple[Tensor, Tensor]:
+    """The layer's result and the losses of its indexer [s, b]."""
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid())
-    q, kv, index = project(w, x)
+    q, kv, _ = project(w, x)
+    index = project(w, x.detach())[2]
     each = list(masks) * (BATCH // len(masks))
     chosen = cp.choose_keys(*(part.detach() for part in index), layout=layout, top_k=TOP, mask=each)
-    return output(w, cp.sparse_attention(q, kv, chosen, layout=layout, value_size=LATENT, scale=FORM.scale)[0], x)
+    sizes = {"layout": layout, "value_size": LATENT, "scale": FORM.scale}
+    out, losses = cp.sparse_attention(q, kv, chosen, indexer=index, **sizes)
+    return output(w, out, x), losses
 
 
 def chunked(w: dict[str, Tensor], x: Tensor, masks, layout, **options) -> Tensor:
+    def taught(part: Tensor, chunk: int) -> tuple[Tensor, Tensor, cp.Indexer]:
+        return *project(w, part)[:2], project(w, part.detach())[2]
+
     layer = ChunkedChoiceLayer(
-        project=lambda part, chunk: project(w, part),
+        project=taught,
         output=lambda out, part, chunk: output(w, out, part),
         parameters=list(w.values()),
         layout=layout,
@@ -72,8 +79,10 @@ def compare(ulysses: int, ring: int, balance: str, chunks: int, name: str, how: 
     dy, (ours, theirs) = dy.permute(1, 2, 0), [weights() for _ in range(2)]
     for one in (x, *theirs.values()):
         one.requires_grad_()
-    expected = whole(theirs, x, MASKS[name])
-    right = torch.autograd.grad(expected, [x, *theirs.values()], dy, allow_unused=True)
+    expected, losses = whole(theirs, x, MASKS[name])
+    learns, factors = how != "device", torch.rand_like(losses)
+    results = (expected, losses) if learns else (expected,)
+    right = torch.autograd.grad(results, [x, *theirs.values()], (dy, factors)[: len(results)], allow_unused=True)
     found = {}
     for seed in (0, 1, 2) if how == "late copies" else (None,):
         offload = None if how == "device" else Offload(CPU, None if seed is None else Adversary(seed))
@@ -81,8 +90,13 @@ def compare(ulysses: int, ring: int, balance: str, chunks: int, name: str, how: 
         mine = offload.to_host(mine) if how == "streamed" else mine
         for one in (mine, *ours.values()):
             one.requires_grad_()
+        reported = torch.zeros(len(mine), BATCH).double()
+        lesson = Lesson(
+            lambda loss, chunk, into=reported: into[slice(*layout.local_chunks[chunk])].add_(loss),
+            lambda chunk: layout.shard(factors)[slice(*layout.local_chunks[chunk])],
+        )
         y = chunked(
-            ours, mine, MASKS[name], layout,
+            ours, mine, MASKS[name], layout, lesson=lesson if learns else None,
             offload=offload, streamed=how == "streamed", recompute=how == "streamed",
         )  # fmt: skip
         grads = torch.autograd.grad(y, [mine, *ours.values()], layout.shard(dy), allow_unused=True)
@@ -91,10 +105,11 @@ def compare(ulysses: int, ring: int, balance: str, chunks: int, name: str, how: 
         if seed is not None:
             assert not offload.streams.faults, offload.streams.faults
         found[f"y {seed}"] = float((y - layout.shard(expected)).detach().abs().max())
+        found[f"loss {seed}"] = float((reported - layout.shard(losses.detach() * learns)).abs().max())
         found[f"dx {seed}"] = float((grads[0] - layout.shard(right[0])).abs().max())
         for key, grad, other in zip(ours, grads[1:], right[1:]):
-            assert (grad is None or not grad.any()) == (other is None)
-            if other is not None:
+            assert (grad is None or not grad.any()) == (other is None or not other.any())
+            if grad is not None and other is not None:
                 torch.distributed.all_reduce(grad)
                 found[f"{key} {seed}"] = float((grad - other).abs().max())
     return found

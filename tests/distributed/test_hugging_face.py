@@ -87,6 +87,8 @@ CHUNKS = Fpdt(chunk_size=16)
             id="LongRoPE",
         ),
         *also_in_full(
+            (4, {"kind": "deepseek_v32", "fpdt": CHUNKS}),
+            (2, {"kind": "deepseek_v32", "fpdt": Fpdt(24, recompute=True), "ulysses": 1, "packed": False}),
             (4, {"kind": "mixtral", "fpdt": CHUNKS}),
             (4, {"kind": "phi3", "fpdt": Fpdt(16, recompute=True)}),
             (4, {"kind": "qwen3", "fpdt": CHUNKS, "dtype": torch.float64, "kernel": "math"}),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import megatron.context_parallel as cp
-from megatron.context_parallel.huggingface import parallel, parallelize
+from megatron.context_parallel.huggingface import Fpdt, parallel, parallelize
 from tests.errors import worst
 from tests.hugging_face import LENGTH, Outcome, averaged, errors, take_grads, tiny_model, whole_batch
 from tests.pairs import also_in_full
@@ -128,6 +128,16 @@ def test_refusals():
     for kind, factor in (("llama", 1.0), ("deepseek_v32", -1.0)):
         with pytest.raises(ValueError, match="above 0, and a model whose layers choose keys"):
             parallelize(tiny_model(kind), cp.Grid(), seq_length=LENGTH, indexer_loss=factor)
+    for kind, options, why in (
+        ("glm_moe_dsa", {}, "GlmMoeDsaAttention hands on its choice of keys, which FPDT does not support"),
+        (
+            "deepseek_v32",
+            {"indexer_loss": 1.0},
+            "learns from indexer_loss, which FPDT does not support",
+        ),
+    ):
+        with pytest.raises(ValueError, match=why):
+            parallelize(tiny_model(kind), cp.Grid(), seq_length=LENGTH, fpdt=Fpdt(16), **options)
     model = tiny_model("deepseek_v32").train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with parallelize(model, cp.Grid(), seq_length=LENGTH, indexer_loss=1.0) as context:

@@ -8,7 +8,7 @@ together in this form, are equal to the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -20,10 +20,20 @@ from transformers import PreTrainedModel
 
 from megatron.context_parallel.fpdt.chunked_layer import ChunkedLayer
 from megatron.context_parallel.fpdt.host_store import Offload
+from megatron.context_parallel.fpdt.sparse.chunked_choice import ChunkedChoiceLayer
+from megatron.context_parallel.huggingface.indexed_layers import (
+    chooses_keys,
+    gate_by_choice,
+    project_by_choice,
+    result_by_choice,
+)
 from megatron.context_parallel.huggingface.probe import run_alone
 from megatron.context_parallel.huggingface.transformers_attention import Call, Shared
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.context_parallel.sparse_attention.chosen_attention import Indexer
+from megatron.context_parallel.sparse_attention.chosen_math import Form
 from megatron.formulas import sizes as counts
 
 PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -97,6 +107,9 @@ def _forward(
     if fpdt.offload and device not in offloads:
         offloads[device] = Offload(device)
     masks = attention_mask.part.masks(attention_mask.window)
+    if chooses_keys(layer.self_attn):
+        chosen = _chunked_by_choice(fpdt, offloads.get(device), layer, attention_mask, masks, position_embeddings)
+        return chosen(x.contiguous()).transpose(0, 1)
     run = partial(_chunked, fpdt, offloads.get(device), layer, attention_mask)
     if len(masks) == 1:
         return run(x, masks[0], position_embeddings).transpose(0, 1)
@@ -131,19 +144,56 @@ def _chunked(
     if call.dropout or call.sinks is not None:
         what = "dropout of attention weights" if call.dropout else "sinks"
         raise ValueError(f"fpdt with {what} of {type(layer).__name__} is not supported: leave fpdt out")
-    pieces = fpdt.ffn_chunks or counts.ffn_chunks(layout.chunks)
-    chunked = ChunkedLayer(
-        project=project,
-        output=output,
-        ffn=partial(_ffn, layer),
-        ffn_pieces=ceil(pieces / layout.chunks),
-        parameters=list(layer.parameters()),
-        layout=layout,
-        rule=replace(shared.rule(call, x_SBH.size(1)), mask=mask),
-        offload=offload,
-        recompute=fpdt.recompute and layer.training,
-    )
+    rule = replace(shared.rule(call, x_SBH.size(1)), mask=mask)
+    chunked = ChunkedLayer(project, output, rule=rule, **_common(fpdt, offload, layer, layout))
     return chunked(x_SBH.contiguous())
+
+
+def _common(fpdt: Fpdt, offload: Offload | None, layer: nn.Module, layout: SequenceLayout) -> dict[str, Any]:
+    """The fields that all layers in chunks have."""
+    return {
+        "ffn": partial(_ffn, layer),
+        "ffn_pieces": ceil((fpdt.ffn_chunks or counts.ffn_chunks(layout.chunks)) / layout.chunks),
+        "parameters": list(layer.parameters()),
+        "layout": layout,
+        "offload": offload,
+        "recompute": fpdt.recompute and layer.training,
+    }
+
+
+def _chunked_by_choice(
+    fpdt: Fpdt,
+    offload: Offload | None,
+    layer: nn.Module,
+    shared: Shared,
+    masks: Sequence[Mask],
+    position_embeddings: tuple[Tensor, Tensor],
+) -> ChunkedChoiceLayer:
+    layout, attention = shared.part.layout, layer.self_attn
+    if attention.training and attention.attention_dropout:
+        who = type(attention).__name__
+        raise ValueError(f"fpdt with dropout of attention weights of {who} is not supported: leave fpdt out")
+
+    def project(x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Indexer]:
+        rows = slice(*layout.local_chunks[chunk])
+        normed = layer.input_layernorm(x).transpose(0, 1)
+        made = project_by_choice(attention, normed, tuple(e[:, rows] for e in position_embeddings))
+        q, kv, *index = (part.transpose(0, 1) for part in (made.q, made.kv.unsqueeze(2), *made.indexer))
+        return q, kv, Indexer(*index)
+
+    return ChunkedChoiceLayer(
+        project=project,
+        output=lambda out, x, chunk: _output_by_choice(layer, out, x),
+        top_k=attention.indexer.index_topk,
+        form=Form(attention.scaling, attention.kv_lora_rank),
+        masks=masks,
+        **_common(fpdt, offload, layer, layout),
+    )
+
+
+def _output_by_choice(layer: nn.Module, out_SBHD: Tensor, x_SBH: Tensor) -> Tensor:
+    gate = gate_by_choice(layer.self_attn, layer.input_layernorm(x_SBH).transpose(0, 1))
+    return x_SBH + result_by_choice(layer.self_attn, out_SBHD.transpose(0, 1), gate).transpose(0, 1)
 
 
 class _Projected(Exception):
@@ -197,9 +247,15 @@ def _refuse_other_forms(model: PreTrainedModel, layers: list[nn.Module]) -> None
     def compare() -> None:
         for layer, args, kwargs, y in seen:
             x = (args[0] if args else kwargs["hidden_states"]).transpose(0, 1).contiguous()
-            q, _, v = _project(layer, x, kwargs["position_embeddings"], kwargs["attention_mask"].window).qkv
-            out = v.repeat_interleave(q.size(2) // v.size(2), dim=2)
-            mine = _ffn(layer, _output(layer, out, x)).transpose(0, 1)
+            embeddings, window = kwargs["position_embeddings"], kwargs["attention_mask"].window
+            if chooses_keys(layer.self_attn):
+                made = project_by_choice(layer.self_attn, layer.input_layernorm(x).transpose(0, 1), embeddings)
+                value = made.kv[:, :, None, -layer.self_attn.kv_lora_rank :].expand(-1, -1, made.q.size(2), -1)
+                done = _output_by_choice(layer, value.transpose(0, 1), x)
+            else:
+                q, _, v = _project(layer, x, embeddings, window).qkv
+                done = _output(layer, v.repeat_interleave(q.size(2) // v.size(2), dim=2), x)
+            mine = _ffn(layer, done).transpose(0, 1)
             error = float((mine - y).abs().max() / y.abs().max())
             if not error < (1e-4 if y.dtype in (torch.float32, torch.float64) else 3e-2):
                 raise _other_form(layer, "its parts are put together in another way")

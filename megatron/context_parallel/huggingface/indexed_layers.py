@@ -116,34 +116,77 @@ def forward_by_choice(
         raise ValueError(f"{who} has no causal mask made by transformers: not supported over ranks")
     if module.training and module.attention_dropout:
         raise ValueError(f"{who} has dropout of attention, which is not supported over ranks: set attention_dropout=0")
-    form, functions = FORMS[who], sys.modules[type(module).__module__]
-    rotate = getattr(functions, PAIRS)
-    plain, rotated, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+    form = FORMS[who]
+    learns = attention_mask.lessons is not None and module.indexer is not None
+    learns = learns and any(x.requires_grad for x in module.indexer.parameters())
+    q, kv, indexer, gate = project_by_choice(module, hidden_states, position_embeddings, learns=learns)
+    chosen = prev_topk_indices
+    if indexer is not None:
+        chosen = attention_mask.choose(*indexer, module.indexer.index_topk)
+    teaches = indexer if learns else None
+    out = attention_mask.attend_chosen(q, kv, chosen, module.kv_lora_rank, module.scaling, teaches)
+    result = result_by_choice(module, out, gate)
+    return (result, None, chosen) if form.hands_on else (result, None)
+
+
+class Projected(NamedTuple):
+    """Queries [b, s, heads, d], keys [b, s, D] with the value at the end, the indexer's; see :class:`Queries`."""
+
+    q: Tensor
+    kv: Tensor
+    indexer: Indexer | None
+    gate: Tensor | None
+
+
+def project_by_choice(
+    module: nn.Module, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *, learns: bool = False
+) -> Projected:
+    """What attention to chosen latents needs of a module's input [b, s, h]; ``learns``: the indexer gets gradients."""
+    form, functions = FORMS[type(module).__name__], sys.modules[type(module).__module__]
+    rotate, rotated = getattr(functions, PAIRS), module.qk_rope_head_dim
     q, compressed, gate = form.queries(module, hidden_states)
-    q_plain, q_rotated = q.split([plain, rotated], dim=-1)
+    q_plain, q_rotated = q.split([module.qk_nope_head_dim, rotated], dim=-1)
     both = module.kv_a_proj_with_mqa(hidden_states)
     latent, k_rotated = both.split([module.kv_lora_rank, rotated], dim=-1)
     latent = module.kv_a_layernorm(latent) * getattr(module, "kv_lora_scale", 1)
     k_rotated = getattr(module, "k_rope_only_layernorm", nn.Identity())(k_rotated)
     q_rotated, k_rotated = rotate(q_rotated, k_rotated.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
-    # The layer is called, not its weight read, so that adapters and hooks work.
-    up = module.kv_b_proj(torch.eye(module.kv_lora_rank, dtype=latent.dtype, device=latent.device))
-    up_key, up_value = up.unflatten(1, (-1, plain + value)).split([plain, value], dim=-1)
+    up_key, _ = _up_projections(module, latent)
     absorbed = torch.cat((q_rotated, torch.einsum("bshn,chn->bshc", q_plain, up_key)), dim=-1).to(latent.dtype)
     kv = torch.cat((k_rotated.squeeze(2).to(latent.dtype), latent), dim=-1)
-    chosen, teaches = prev_topk_indices, None
-    if module.indexer is not None:
-        turned = partial(getattr(functions, form.rotate), cos=position_embeddings[0], sin=position_embeddings[1])
-        learns = attention_mask.lessons is not None and any(x.requires_grad for x in module.indexer.parameters())
-        with nullcontext() if learns else torch.no_grad():
-            indexer = _index(module.indexer, hidden_states.detach(), compressed.detach(), turned)
-        chosen = attention_mask.choose(*indexer, module.indexer.index_topk)
-        teaches = indexer if learns else None
-    out = attention_mask.attend_chosen(absorbed, kv, chosen, module.kv_lora_rank, module.scaling, teaches)
+    if module.indexer is None:
+        return Projected(absorbed, kv, None, gate)
+    turned = partial(getattr(functions, form.rotate), cos=position_embeddings[0], sin=position_embeddings[1])
+    with nullcontext() if learns else torch.no_grad():
+        indexer = _index(module.indexer, hidden_states.detach(), compressed.detach(), turned)
+    return Projected(absorbed, kv, indexer, gate)
+
+
+def gate_by_choice(module: nn.Module, hidden_states: Tensor) -> Tensor | None:
+    """The factor of attention's result, if a module has one."""
+    form = FORMS[type(module).__name__]
+    return None if form.queries is _queries else form.queries(module, hidden_states).gate
+
+
+def result_by_choice(module: nn.Module, out: Tensor, gate: Tensor | None) -> Tensor:
+    """A module's result [b, s, h] from means of latents [b, s, heads, C]."""
+    _, up_value = _up_projections(module, out)
     out = torch.einsum("bshc,chv->bshv", out, up_value)
     out = out if gate is None else (out * gate).to(out.dtype)
-    result = module.o_proj(out.flatten(2))
-    return (result, None, chosen) if form.hands_on else (result, None)
+    return module.o_proj(out.flatten(2))
+
+
+def _up_projections(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The up-projections to keys and values [C, heads, ..]."""
+    # The layer is called, not its weight read, so that adapters and hooks work.
+    up = module.kv_b_proj(torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device))
+    sizes = [module.qk_nope_head_dim, module.v_head_dim]
+    return up.unflatten(1, (-1, sum(sizes))).split(sizes, dim=-1)
+
+
+def hands_on_choice(module: nn.Module) -> bool:
+    """Whether a module with :func:`chooses_keys` may use another one's choice, or others its own."""
+    return FORMS[type(module).__name__].hands_on
 
 
 def _index(

@@ -35,7 +35,7 @@ from megatron.context_parallel.huggingface.decoder_loss import (
     token_scores,
 )
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
-from megatron.context_parallel.huggingface.indexed_layers import chooses_keys, forward_by_choice
+from megatron.context_parallel.huggingface.indexed_layers import chooses_keys, forward_by_choice, hands_on_choice
 from megatron.context_parallel.huggingface.linear_layers import (
     MIXER,
     OverRanks,
@@ -313,9 +313,9 @@ class ContextParallel:
         for module in states:
             self._replace_forward(module, forward_with_ours)
         for module in filter(chooses_keys, model.modules()):
-            if fpdt is not None:
-                who = type(module).__name__
-                raise ValueError(f"{who} chooses its keys, which FPDT does not support: leave fpdt out")
+            if fpdt is not None and (hands_on_choice(module) or self._teach):
+                what = "hands on its choice of keys" if hands_on_choice(module) else "learns from indexer_loss"
+                raise ValueError(f"{type(module).__name__} {what}, which FPDT does not support: leave fpdt out")
             self._replace_forward(module, forward_by_choice)
         if states:  # not every causal language model hands its keyword arguments on to its base model
             hook = model.base_model.register_forward_pre_hook(self._add_mixer, with_kwargs=True)
