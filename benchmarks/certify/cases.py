@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,11 +142,13 @@ CASES = {
 class Cell:
     """A program for ``cp.certify``: a case by one library. On one process it runs without the library's parallelism."""
 
-    peer: str
+    program: str
     case: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, **sizes: int) -> cp.Outcome:
-        return importlib.import_module(f"benchmarks.certify.with_{self.peer}").step(CASES[self.case], **sizes)
+        program = importlib.import_module(f"benchmarks.certify.with_{self.program}")
+        return program.step(CASES[self.case], **sizes, **self.options)
 
 
 def shifted(batch: Batch) -> Tensor:
@@ -163,11 +166,17 @@ def share(logits: Tensor, labels: Tensor, count: int) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / count
 
 
-def whole(case: Case) -> cp.Outcome:
-    """The outcome on one process, with transformers alone."""
+def whole(case: Case, mean_of_means: bool = False) -> cp.Outcome:
+    """The outcome on one process, with transformers alone.
+
+    Args:
+        mean_of_means: each micro-batch has the mean of its labels, as in a library that averages micro-batches.
+    """
     model, batches = case.model("eager" if case.sinks else "sdpa"), case.batches()
     total, count = torch.zeros(()), counted(batches)
     for batch in batches:
+        if mean_of_means:
+            count = counted([batch]) * len(batches)
         out = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
         loss = share(out.logits, shifted(batch), count)
         if case.experts:
@@ -193,12 +202,18 @@ def finish(
     return cp.Outcome(model, loss, gradients=gradients, norm=norm, positions=positions)
 
 
-def updated(model: nn.Module, before: Mapping[str, Tensor], loss: object, case: Case) -> cp.Outcome:
+def updated(
+    model: nn.Module, before: Mapping[str, Tensor], loss: object, case: Case, after: Mapping[str, Tensor] | None = None
+) -> cp.Outcome:
     """The outcome of a library that updates by itself (SGD at :data:`RATE`), with gradients from the weights' change.
 
     With clipping, neither the gradients nor DeepSpeed's norm are known, so only the change is compared.
+
+    Args:
+        after: whole weights, where each rank has a part of them.
     """
-    changes = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+    after = after or copied(model)
+    changes = {name: weight - before[name] for name, weight in after.items()}
     gradients = {n: -changes[n] / RATE if p.requires_grad else None for n, p in model.named_parameters()}
     kept = {n: change for n, change in changes.items() if gradients[n] is not None}
     return cp.Outcome(model, loss, gradients={} if case.clip else gradients, updates=kept)

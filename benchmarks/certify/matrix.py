@@ -50,7 +50,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "use" / "certify.md"
 EQUAL, WRONG, REFUSES, CRASHES, NONE = "equal", "wrong in silence", "refuses", "crashes", "not applicable"
 REFUSALS = ("Refused", "NotImplementedError", "ValueError", "AssertionError")  # errors that say what is not supported
 # Words in errors that a library raises only because this machine has no GPU.
-NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "TEDotProductAttention")
+NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "TEDotProductAttention", "DistributedType.MULTI_CPU")
 References = dict[tuple, Reference]  # measured on one process
 
 
@@ -60,7 +60,7 @@ def judged(system: str, case: str, references: References, run: Callable[..., li
     Args:
         references: those that earlier cells measured; this cell's is added.
     """
-    grid, cell = SYSTEMS[system].grid, Cell(SYSTEMS[system].program, case)
+    grid, cell = SYSTEMS[system].grid, cell_of(system, case)
     try:
         recorded = run(record, math.prod(grid.values()), WithType(cell), grid)
         reference = alone(system, case, references, run)
@@ -81,6 +81,10 @@ def judged(system: str, case: str, references: References, run: Callable[..., li
     if factor := common_factor([one for one in wrong if one.key[0] == GRADIENT]):
         result["factor"] = factor
     return result
+
+
+def cell_of(system: str, case: str) -> Cell:
+    return Cell(SYSTEMS[system].program, case, SYSTEMS[system].options)
 
 
 class WithType:
@@ -129,7 +133,7 @@ def alone(system: str, case: str, references: References, run: Callable[..., lis
     own = SYSTEMS[system].own_reference or CASES[case].dropout
     key = SYSTEMS[system].program if own else "", case
     if key not in references:
-        cell = Cell(SYSTEMS[system].program, case)
+        cell = cell_of(system, case)
         references[key] = run(measure, 1, WithType(cell), dict.fromkeys(SYSTEMS[system].grid, 1))[0]
     return references[key]
 
@@ -223,7 +227,7 @@ def import_all() -> None:
 def certificate(system: str, case: str) -> str:
     """All numbers of a cell, and where they first differ."""
     try:
-        found = cp.certify(Cell(SYSTEMS[system].program, case), [SYSTEMS[system].grid], run=on_each_rank)
+        found = cp.certify(cell_of(system, case), [SYSTEMS[system].grid], run=on_each_rank)
     except RankFailed as failed:
         return f"{system}, {case}: {failed}"
     return f"{system}, {case}:\n{found}"

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "megatron-longcontext" / "matrix"
@@ -42,6 +43,7 @@ class System:
         packages: whose versions the table names.
         own_reference: the program's outcome on one process is its own, not ``cases.whole``.
         shown_by: the program in ``programs/`` that shows an error, by case; "" is for all cases that are not named.
+        options: further arguments of the program.
     """
 
     program: str
@@ -50,20 +52,32 @@ class System:
     packages: tuple[str, ...] = ("torch",)
     own_reference: bool = False
     shown_by: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
+WITH_DEEPSPEED, WITH_TRL = ("deepspeed",), ("trl", "deepspeed")
 DEEPSPEED = ("deepspeed", "transformers")
-TRAINER = ("accelerate", "deepspeed", "transformers")
+TRAINER = ("accelerate", *DEEPSPEED)
+LAYERS, TRAINERS = "deepspeed_layers.py", "trainer_sp.py"
+DOUBLED = {"": "deepspeed_zero_stage.py", "window": LAYERS, "packed documents": LAYERS, "hybrid": LAYERS}
+OTHER_MEAN = {"accumulation, unequal": TRAINERS, "experts, aux loss": TRAINERS}
+ULYSSES, RING = {"sequence": 2, "context": 1}, {"sequence": 1, "context": 2}
 SYSTEMS: dict[str, System] = {
     "ours, Ulysses": System("ours", {"ulysses": 2, "ring": 1}),
     "ours, Ring": System("ours", {"ulysses": 1, "ring": 2}),
     "PyTorch": System("pytorch", {"ranks": 2}),
     "PyTorch, flex": System("pytorch_flex", {"ranks": 2}),
-    "DeepSpeed": System("deepspeed", {"ranks": 2}, ("deepspeed",), DEEPSPEED),
-    "accelerate sp": System("accelerate", {"sequence": 2, "context": 1}, ("deepspeed",), TRAINER, own_reference=True),
-    "accelerate cp": System("accelerate", {"sequence": 1, "context": 2}, ("deepspeed",), TRAINER, own_reference=True),
-    "TRL sp": System("trl", {"sequence": 2, "context": 1}, ("trl", "deepspeed"), ("trl", *TRAINER), own_reference=True),
-    "TRL cp": System("trl", {"sequence": 1, "context": 2}, ("trl", "deepspeed"), ("trl", *TRAINER), own_reference=True),
+    "DeepSpeed": System("deepspeed", {"ranks": 2}, WITH_DEEPSPEED, DEEPSPEED, True, {"": LAYERS}),
+    "DeepSpeed, ZeRO 2": System(
+        "deepspeed", {"ranks": 2}, WITH_DEEPSPEED, DEEPSPEED, True, DOUBLED, options={"stage": 2}
+    ),
+    "accelerate sp": System("accelerate", ULYSSES, WITH_DEEPSPEED, TRAINER, True, {"": TRAINERS}),
+    "accelerate sp, ZeRO 2": System(
+        "accelerate", ULYSSES, WITH_DEEPSPEED, TRAINER, True, DOUBLED | OTHER_MEAN, options={"stage": 2}
+    ),
+    "accelerate cp": System("accelerate", RING, WITH_DEEPSPEED, TRAINER, own_reference=True),
+    "TRL sp": System("trl", ULYSSES, WITH_TRL, ("trl", *TRAINER), True, {"": TRAINERS}),
+    "TRL cp": System("trl", RING, WITH_TRL, ("trl", *TRAINER), own_reference=True),
     "megatron-core": System("megatron_core", {"ranks": 2}, packages=("megatron-core",)),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
+from torch import Tensor, nn
 
 import megatron.context_parallel as cp
 from benchmarks.certify.cases import LENGTH, RATE, VOCABULARY, Case, NotApplicable, copied, updated, whole
@@ -21,9 +22,22 @@ def start() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
 
 
-def step(case: Case, ranks: int = 1) -> cp.Outcome:
-    if ranks == 1:
-        return whole(case)
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of which each rank may have a part (ZeRO 3)."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return copied(model)
+
+
+def step(case: Case, ranks: int = 1, stage: int = 3) -> cp.Outcome:
+    """The outcome of one training step.
+
+    Args:
+        stage: of ZeRO; the tutorial's is 3.
+    """
+    if ranks == 1:  # the tutorial's loss is the mean of a micro-batch; the engine averages micro-batches
+        return whole(case, mean_of_means=True)
     if case.experts:
         raise NotApplicable("the tutorial computes the loss from logits, without the one that balances experts")
     import deepspeed
@@ -40,7 +54,8 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
     parameters = [p for p in model.parameters() if p.requires_grad]
     config = dict(
         train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=len(batches), sequence_parallel_size=ranks,
-        zero_optimization={"stage": 0}, gradient_clipping=case.clip or 0.0, zero_allow_untested_optimizer=True,
+        zero_optimization={"stage": stage}, gradient_clipping=case.clip or 0.0, zero_allow_untested_optimizer=True,
+        zero_force_ds_cpu_optimizer=False,
     )  # fmt: skip
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=parameters, optimizer=torch.optim.SGD(parameters, lr=RATE), config=config, mpu=mpu
@@ -65,4 +80,4 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
         total += loss.detach() / len(batches)
         engine.backward(loss)
         engine.step()
-    return updated(model, before, total, case)
+    return updated(model, before, total, case, whole_weights(model))

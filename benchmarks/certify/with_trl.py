@@ -8,7 +8,7 @@ from benchmarks.certify.cases import LENGTH, VOCABULARY, Case
 from benchmarks.certify.with_accelerate import trained
 
 
-def step(case: Case, sequence: int = 1, context: int = 1) -> cp.Outcome:
+def step(case: Case, sequence: int = 1, context: int = 1, stage: int = 3) -> cp.Outcome:
     """As :func:`benchmarks.certify.with_accelerate.step`; several documents are packed by the trainer."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -31,4 +31,4 @@ def step(case: Case, sequence: int = 1, context: int = 1) -> cp.Outcome:
         rows = [{"input_ids": row["input_ids"]} for row in rows]
     model = case.model("eager" if case.sinks else "sdpa")
     data, other = Dataset.from_list(rows), {"processing_class": tokenizer}
-    return trained(SFTTrainer, SFTConfig, case, model, data, sequence, context, other=other, **others)
+    return trained(SFTTrainer, SFTConfig, case, model, data, sequence, context, stage, other=other, **others)

@@ -127,7 +127,13 @@ def test_the_table_of_libraries_is_that_of_its_file() -> None:
 
     known, text = json.loads(matrix.FILE.read_text()), matrix.PAGE.read_text()
     assert set(known) <= set(matrix.SYSTEMS)
+    assert all(set(row["cells"]) == set(matrix.CASES) for row in known.values())
     assert matrix.table(known) in text, "run benchmarks/certify/matrix.py --page"
+    for name, row in known.items():
+        for case in [case for case, cell in row["cells"].items() if cell["verdict"] == matrix.WRONG]:
+            shown_by = matrix.SYSTEMS[name].shown_by
+            program = matrix.FILE.parent / "programs" / shown_by.get(case, shown_by.get("", "missing"))
+            assert len(program.read_text().splitlines()) <= 40, (name, case)
 
 
 @pytest.mark.lab  # drawing the cases takes seconds
