@@ -32,6 +32,7 @@ from megatron.training.model.batch_plans import BatchPlans, triton_calls
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config
+from megatron.training.settings.kinds.dsa_kind import DSA
 from megatron.training.settings.models import model_shape, outside_engine
 
 # --deterministic-mode: a run gives the same bits again on the same grid and the same kind of device. PyTorch's switch
@@ -75,6 +76,7 @@ class Runtime:
     uses_dropout: bool = False  # dropout masks depend on the numbers of the samples
     ahead: int = 0  # layers of multi-token prediction
     has_experts: bool = False  # their statistics leave out the tokens that the loss leaves out
+    layers_have_loss: bool = False  # the mean of a loss of layers is over the same tokens
 
     @property
     def device(self) -> torch.device:
@@ -93,9 +95,10 @@ class Runtime:
     def reads_tokens(self) -> bool:
         """The first pipeline stage needs tokens, the last one labels, and every one the ends of documents.
 
-        With experts every stage needs the loss mask.
+        With experts, or losses of layers, every stage needs the loss mask.
         """
-        return self.by_documents or self.has_experts or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
+        every = self.by_documents or self.has_experts or self.layers_have_loss
+        return every or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
 def start(config: Config, target: platform.Platform | None = None, offload: Offload | None = None) -> Runtime:
@@ -179,6 +182,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         ahead=config.model.mtp_num_layers or 0,
         has_experts=config.model.num_experts is not None,
+        layers_have_loss=DSA.chosen(vars(config.model)),
     )
 
 

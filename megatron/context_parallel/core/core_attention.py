@@ -247,4 +247,4 @@ def with_packed(batch: Samples, packed: PackedSeqParams | None, mask: Mask) -> S
         raise ValueError("packed_seq_params: cu_seqlens_kv differs from cu_seqlens_q, but must be equal")
     if batch.ends not in ((), (ends[0],)):
         raise ValueError("packed_seq_params and attention_mask describe different documents: pass one of them")
-    return Samples(batch.numbers, (ends[0],))
+    return replace(batch, ends=(ends[0],), plans={})

@@ -171,11 +171,15 @@ class Samples:
         numbers: the number of each sample among all samples of the run; () if unknown.
         ends: the ends of each sample's documents; () if each sample is one document.
         plans: attention's plans by mask, if the loader's processes made them; of others, layers make their own.
+        counted: 1 for this rank's tokens that the loss counts, 0 for the others, [s_local, b]; None: all count.
+        handed_on: what a layer leaves for later ones in the same batch, by its number.
     """
 
     numbers: tuple[int, ...] = ()
     ends: tuple[tuple[int, ...], ...] = ()
     plans: Mapping[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    counted: Tensor | None = field(default=None, compare=False, repr=False)
+    handed_on: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def each(self) -> list[Samples]:
         """One of these for each sample whose documents are known."""
@@ -207,7 +211,7 @@ class SamplesArgument(Tensor):
 @replaceable
 def passed_on(samples: Samples) -> SamplesArgument | None:
     """The argument ``attention_mask`` of core's layers that holds ``samples``; None if there is nothing to know."""
-    if not samples.numbers and not samples.ends:
+    if not samples.numbers and not samples.ends and samples.counted is None:
         return None
     argument = torch.empty(0, dtype=torch.int64).as_subclass(SamplesArgument)
     argument.samples = samples

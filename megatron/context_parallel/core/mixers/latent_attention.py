@@ -44,6 +44,7 @@ class LatentAttention(Attention):
 
     Args:
         config: with the sizes; its ``kv_channels`` is the size of a value head, and its ``softmax_scale`` is set.
+        epsilon: of the latents' norms; default: as of the layers' norms.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LatentAttention(Attention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        epsilon: float | None = None,
         **_: object,  # since 0.18 core passes ``name`` and more
     ) -> None:
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
@@ -76,7 +78,7 @@ class LatentAttention(Attention):
 
         def norm(name: str, size: int) -> nn.Module:
             kind = getattr(submodules, name)
-            return build_module(kind, hidden_size=size, config=config, eps=config.layernorm_epsilon)
+            return build_module(kind, hidden_size=size, config=config, eps=epsilon or config.layernorm_epsilon)
 
         plain, rotated, value = self.sizes
         self.q_layernorm = self.k_layernorm = None  # core's forward would use them as norms of heads
@@ -112,19 +114,29 @@ class LatentAttention(Attention):
 
         Nothing is rotated yet. With sequence parallelism the latent is [s / TP, b, C].
         """
-        plain, rotated, _ = self.sizes
+        return self.queries(self.latent_of_queries(hidden_states)), *self.latent_of_keys(hidden_states)
+
+    def latent_of_queries(self, hidden_states: Tensor) -> Tensor:
+        """The normed latent of queries [s, b, Q]; without one, the hidden states. Under sequence parallelism s / TP."""
         if self.config.q_lora_rank is None:
-            query, _ = self.linear_q_proj(hidden_states)
-        else:
-            latent_sbq, _ = self.linear_q_down_proj(hidden_states)
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self._own_tokens(self._whole(latent_sbq))))
-        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
-        q_plain, q_rotated = query.split([plain, rotated], dim=-1)
+            return hidden_states
+        latent_sbq, _ = self.linear_q_down_proj(hidden_states)
+        return self.q_layernorm(self._own_tokens(self._whole(latent_sbq)))
+
+    def queries(self, latent: Tensor) -> Tensor:
+        """What :meth:`latent_of_queries` returns -> q [s, b, heads, R + N]."""
+        up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        query = up(latent)[0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        q_plain, q_rotated = query.split(self.sizes[:2], dim=-1)
+        return torch.cat([q_rotated, q_plain], dim=-1)
+
+    def latent_of_keys(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The last two results of :meth:`compressed`."""
         both, _ = self.linear_kv_down_proj(hidden_states)
-        latent_sbC, k_rotated = self._whole(both).split([self.config.kv_lora_rank, rotated], dim=-1)
+        latent_sbC, k_rotated = self._whole(both).split([self.config.kv_lora_rank, self.sizes[1]], dim=-1)
         # All heads share this part of the key, so its gradient is the sum over the heads of all TP ranks.
         k_rotated = copy_to_tensor_model_parallel_region(k_rotated, group=self.pg_collection.tp)
-        return torch.cat([q_rotated, q_plain], dim=-1), k_rotated, self.kv_layernorm(self._own_tokens(latent_sbC))
+        return k_rotated, self.kv_layernorm(self._own_tokens(latent_sbC))
 
     def expanded(self, k_rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [s, b, heads, R + N] and values [s, b, heads, V] of what :meth:`compressed` returns."""
@@ -170,8 +182,10 @@ class LatentAttention(Attention):
         return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=tp)
 
 
-def latent_attention(settings: AttentionSettings, linear: Linear, norm: type, *, normed: bool) -> MixerSpec:
-    """Multi-latent attention; ``normed``: with norms of the latents."""
+def latent_attention(
+    settings: AttentionSettings, linear: Linear, norm: type, *, normed: bool, epsilon: float | None = None
+) -> MixerSpec:
+    """Multi-latent attention; ``normed``: with norms of the latents, which may have their own ``epsilon``."""
     names = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
     layers = {f"linear_{name}": linear(f"linear_{name}") for name in names}
     of_latents = norm if normed else IdentityOp
@@ -183,4 +197,5 @@ def latent_attention(settings: AttentionSettings, linear: Linear, norm: type, *,
     )
     up = {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
     params = {"attn_mask_type": AttnMaskType.causal}  # core's layers for multi-token prediction look for it
+    params |= {"epsilon": epsilon}
     return MixerSpec(ModuleSpec(LatentAttention, params, parts), up | {"input_layernorm.": "input_layernorm."})

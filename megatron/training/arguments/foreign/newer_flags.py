@@ -8,6 +8,10 @@ from megatron.training.arguments.foreign.refused_flags import Advice, leave_out,
 HINTS = """
 fused or not, the result is the same: --fused-residual-rmsnorm --use-transformer-engine-op-fuser --mla-down-proj-fusion
 the attention kernel is chosen with --attention-kernel: --flash-attention-version 1
+an orthogonal rotation of the indexer's queries and keys changes scores by rounding alone (DSA):
+    --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation
+the norm of the indexer's keys computes in fp32 anyway (DSA): --dsa-indexer-k-norm-fp32
+attention to chosen keys has one kernel (DSA): --dsa-kernel-backend 1 none
 communication and computation overlap by other means here: --overlap-dispatch-backward-with-experts-wgrad
     --high-priority-a2a-comm-stream --disable-align-grad-reduce
 kernels are launched one by one, with the same result: --cuda-graph-modules + --optimizer-cuda-graph
@@ -67,10 +71,8 @@ gate and value of an FFN are not interleaved here: --moe-shared-expert-glu-inter
     --moe-mlp-glu-interleave-size 1
 this option of multi-token prediction is not supported: --mtp-use-repeated-layer --mtp-detach-heads
     --mtp-hybrid-override-pattern 1
-attention in which an indexer chooses the keys (DSA) is not supported: --dsa-indexer-topk-freq 1 1
-    --dsa-indexer-skip-topk-offset 1 0 --dsa-kernel-backend 1 none --dsa-indexer-rope-interleaved
-    --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
-    --disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon 1 --dsa-indexer-k-norm-fp32
+the scores of an indexer (DSA) always have a ReLU, as in transformers: --no-dsa-indexer-scoring-relu
+    --disable-dsa-indexer-scoring-relu
 Muon's other weights are always updated by AdamW: --muon-scalar-optimizer 1 adam
 widths do not change learning rates and initial weights (muP) here: --use-mup
 this precision setting is not supported: --mamba-training-ssm-states-dtype 1 fp32

@@ -57,8 +57,6 @@ this program does not write such files: --save-wgrads-interval 1 --save-dgrads-i
 weights are always created at start-up: --lazy-mpu-init 1
 this way of reading data is not supported: --allow-ambiguous-pad-tokens
 megatron-core 0.16 has no such layer: --apply-residual-connection-post-layernorm
-attention in which an indexer chooses the keys (DSA) is not supported: --dsa-indexer-n-heads 1
-    --dsa-indexer-head-dim 1 --dsa-indexer-topk 1 --dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss
 of norms of queries and keys, --qk-layernorm and --qk-layernorm-all-heads are supported: --qk-l2-norm
 weights are not clipped by the size of attention scores: --qk-clip --qk-clip-alpha 1 0.5 --qk-clip-threshold 1 100
 the attention kernel is chosen with --attention-kernel: --use-kitchen-attention --kitchen-attention-backend 1 sdpa

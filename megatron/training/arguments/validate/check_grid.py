@@ -8,8 +8,10 @@ from math import gcd
 
 from megatron.decisions.division import length_unit, uneven_heads
 from megatron.training.arguments.schedule import batch_steps
+from megatron.training.arguments.stages import stage_span
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
 from megatron.training.settings.config import Config
+from megatron.training.settings.kinds import dsa_kind
 
 
 def complete_context(config: Config) -> None:
@@ -288,3 +290,21 @@ def _check_microbatch_groups(config: Config, unit: int) -> None:
             f"is {count} micro-batches, which {flag} {group} cuts into groups of less than "
             f"--pipeline-model-parallel-size {stages}: use a multiple of {unit * group}",
         )
+
+
+def check_shared_choices(config: Config) -> None:
+    """Refuse pipeline stages that begin with a layer that uses the keys which another one chose."""
+    model, parallel = config.model, config.parallel
+    if not dsa_kind.DSA.chosen(vars(model)) or model.dsa_indexer_topk_freq == 1:
+        return
+    own = dsa_kind.chooses(model)
+    virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
+    for rank in range(parallel.pipeline_model_parallel_size):
+        for stage in range(virtual):
+            first, last = stage_span(config, rank, stage)
+            if first < last and not own[first]:
+                raise Refusal(
+                    f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq}",
+                    f"lets layer {first + 1}, the first of a pipeline stage, use the choice of a layer before it: give "
+                    "a --pipeline-model-parallel-layout whose stages begin with layers that choose",
+                )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.training.settings.kinds import (
+    dsa_kind,
     expert_kind,
     gated_delta_kind,
     hybrid_kind,
@@ -19,7 +20,14 @@ from megatron.training.settings.kinds import (
 from megatron.training.settings.kinds.kind import Kind, Settings
 
 # Of two kinds with a mixer for the same layer, the later one's is used.
-KINDS = (expert_kind.KIND, latent_kind.KIND, gated_delta_kind.KIND, hybrid_kind.KIND, later_tokens_kind.KIND)
+KINDS = (
+    expert_kind.KIND,
+    latent_kind.KIND,
+    dsa_kind.KIND,
+    gated_delta_kind.KIND,
+    hybrid_kind.KIND,
+    later_tokens_kind.KIND,
+)
 
 
 def kinds_in(model: Settings) -> list[Kind]:
@@ -33,6 +41,7 @@ class KindSettings(
     later_tokens_kind.LaterTokenSettings,
     hybrid_kind.HybridSettings,
     gated_delta_kind.LinearSettings,
+    dsa_kind.DsaSettings,
     latent_kind.LatentSettings,
 ):
     """The settings of all kinds."""

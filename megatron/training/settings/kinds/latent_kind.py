@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
-from megatron.training.settings.flag import flag, size, weights
+from megatron.training.settings.flag import ABOVE_ZERO, flag, function, size, weights
 from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.read_with import of_kind
 
@@ -29,6 +29,9 @@ class LatentSettings:
     qk_head_dim: int = size(128, "MLA: entries of a query or key head that are not rotated")
     qk_pos_emb_head_dim: int = size(64, "MLA: entries of a query or key head that RoPE rotates")
     v_head_dim: int = size(128, "MLA: size of a value head")
+    latent_norm_epsilon: float | None = function(
+        None, "MLA: epsilon of the latents' norms; default --norm-epsilon", range=ABOVE_ZERO
+    )
     rope_type: str | None = flag(
         None, "MLA: RoPE; default yarn, which is rope at --rotary-scaling-factor 1", choices=["rope", "yarn"]
     )
@@ -156,5 +159,5 @@ KIND = Kind(
     core=_core,
     mixer="latent_attention:latent_attention",
     layers=lambda model: [1] * model.num_layers,
-    options=lambda config: {"normed": config.model.qk_layernorm},
+    options=lambda config: {"normed": config.model.qk_layernorm, "epsilon": config.model.latent_norm_epsilon},
 )

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned sparsity (DSA of DeepSeek V3.2 and GLM-5): an indexer chooses the keys that a query of latents reads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from megatron.formulas.kinds.sparse_figures import SparseLatent
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.settings.flag import ABOVE_ZERO, NOT_NEGATIVE, count, flag, function, size
+from megatron.training.settings.kinds import latent_kind
+from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.read_with import of_kind
+
+FLAG = "--experimental-attention-variant dsa"
+DSA = of_kind("experimental_attention_variant", "dsa")
+
+
+@settings_of(DSA)
+class DsaSettings:
+    """Settings of the indexer. megatron-core has them since 0.19, so none is passed to it."""
+
+    dsa_indexer_n_heads: int = size(64, "DSA: heads of the indexer", core=False)
+    dsa_indexer_head_dim: int = size(128, "DSA: size of a head of the indexer", core=False)
+    dsa_indexer_topk: int = function(2048, "DSA: keys that a query reads", range=count.keywords["range"])
+    dsa_indexer_topk_freq: int = size(
+        1, "DSA: every N-th layer chooses keys, and the layers between use its choice", core=False
+    )
+    dsa_indexer_skip_topk_offset: int = function(
+        0, "DSA: layers at the start that each choose keys, with --dsa-indexer-topk-freq", range=NOT_NEGATIVE
+    )
+    dsa_indexer_loss_coeff: float = flag(
+        0.0,
+        "DSA: factor of the indexer's loss, the divergence of its softmax from attention's; 0: it is not trained",
+        range=NOT_NEGATIVE,
+    )
+    dsa_indexer_use_sparse_loss: bool = flag(False, "DSA: this loss is over the chosen keys; otherwise over all")
+    dsa_indexer_rope_interleaved: bool = function(
+        False, "DSA: RoPE of the indexer rotates neighbours, as in GLM-5; otherwise two halves, as in DeepSeek"
+    )
+    dsa_indexer_k_norm_epsilon: float = function(
+        1e-6, "DSA: epsilon of the norm of the indexer's keys", range=ABOVE_ZERO
+    )
+    dsa_warm_up: bool = flag(
+        False, "DSA: train the indexers alone while attention reads all keys; a later run loads the checkpoint"
+    )
+
+
+def _prepare(config: Settings) -> None:
+    """Refuse what learned sparsity needs or does not work with."""
+    model, chunks, attention = config.model, config.chunks, config.attention
+    if not DSA.chosen(vars(model)):
+        return
+    if not model.multi_latent_attention:
+        raise Refusal(FLAG, "needs --multi-latent-attention: add it", Fix("--multi-latent-attention"))
+    if model.qk_pos_emb_head_dim > model.dsa_indexer_head_dim:
+        raise Refusal(
+            f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim}",
+            f"is less than --qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}, the entries that RoPE rotates: use more",
+        )
+    learns = model.dsa_indexer_loss_coeff > 0
+    refused = {
+        "--fpdt": (chunks.fpdt, "chunks do not choose keys yet: use Ring and Ulysses"),
+        "--latent-exchange": (config.parallel.latent_exchange == "latents", "its ring is not used: leave it out"),
+        "--keep-attention": (attention.keep_attention, "the choice would be kept, too"),
+        "--attention-dropout": (model.attention_dropout, "use --attention-dropout 0"),
+        "--softmax-type": (model.softmax_type != "vanilla", "attention to chosen keys has no sinks"),
+        "--attn-logit-softcapping": (model.attn_logit_softcapping, "scores of chosen keys have no soft-cap"),
+        "--lora-rank": (model.lora_rank and learns, "only adapters are trained: leave --dsa-indexer-loss-coeff out"),
+        "--dpo": (config.data.dpo and learns, "gradients are divided by pairs: leave --dsa-indexer-loss-coeff out"),
+        "--reward-model": (
+            model.reward_model and learns,
+            "gradients are divided by pairs: leave --dsa-indexer-loss-coeff out",
+        ),
+    }
+    refuse_combinations(FLAG, refused, {"--attention-dropout": "--attention-dropout 0"})
+    if model.dsa_warm_up and not learns:
+        raise Refusal("--dsa-warm-up", "trains nothing without --dsa-indexer-loss-coeff: add it", LEAVE_OUT)
+    if model.dsa_warm_up and (model.dsa_indexer_use_sparse_loss or model.lora_rank):
+        other = "--lora-rank" if model.lora_rank else "--dsa-indexer-use-sparse-loss"
+        raise Refusal(f"--dsa-warm-up with {other}", "is not supported: it trains indexers on all keys", LEAVE_OUT)
+
+
+def chooses(model: Settings) -> list[bool]:
+    """For each layer, whether it chooses keys and does not use the choice of a layer before it."""
+    offset = max(model.dsa_indexer_skip_topk_offset, 1)
+    return [max(n - offset, 0) % model.dsa_indexer_topk_freq == 0 for n in range(1, model.num_layers + 1)]
+
+
+def _shape(model: Settings) -> dict[str, Any]:
+    latent = latent_kind.KIND.shape(model)["latent"]
+    sizes = {field.name: getattr(latent, field.name) for field in fields(latent)}
+    return {"latent": SparseLatent(**sizes, index_heads=model.dsa_indexer_n_heads, index_dim=model.dsa_indexer_head_dim,
+                                   chosen=model.dsa_indexer_topk, learns=model.dsa_indexer_loss_coeff > 0)}  # fmt: skip
+
+
+def _options(config: Settings) -> dict[str, Any]:
+    from megatron.context_parallel.core.mixers.sparse_attention import SparseRule
+
+    model = config.model
+    names = [field.name for field in fields(SparseRule) if field.name != "warm_up"]
+    rule = SparseRule(**{name: getattr(model, f"dsa_indexer_{name}") for name in names}, warm_up=model.dsa_warm_up)
+    return latent_kind.KIND.options(config) | {"sparse": rule}
+
+
+KIND = Kind(
+    DSA,
+    _shape,
+    prepare=_prepare,
+    mixer="sparse_attention:sparse_latent_attention",
+    layers=lambda model: [1] * model.num_layers,
+    options=_options,
+)
