@@ -34,7 +34,16 @@ OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": test_gpt_oss.CONFIG["rope_parameters"] | {"truncate": True},
 }
+# Many heads of the indexer: a score is seldom exactly 0, where transformers chooses some of the equal keys.
+INDEXED = SIZES | {
+    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": INDEXED | {"n_group": 4, "topk_group": 2},
+    "glm_moe_dsa": INDEXED
+    | {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"], "rms_norm_eps": 1e-3},
     "qwen3": SIZES | {"head_dim": 16},
     "qwen3_moe": SIZES
     | EXPERTS
@@ -67,14 +76,14 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 3, "sliding_window": 12, "rope_parameters": OLMO3_ROPE}
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
 }
-EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe", "nemotron_h")
+EXPERTS_KINDS = ("qwen3_moe", "gpt_oss", "glm4_moe", "nemotron_h", "deepseek_v32", "glm_moe_dsa")
 CP = "--ulysses-parallel-size 2 --ring-parallel-size 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 GRIDS = {"one process": (1, ""), "TP 2 x U 2 x R 2": (8, f"{T2} {CP}")}
 EP = (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2")
 CASES = [(kind, *grid) for kind in KINDS for grid in GRIDS.values()] + [(kind, *EP) for kind in EXPERTS_KINDS]
 USUAL_CASES = {("qwen3", 1), ("gpt2", 1), ("gpt_neox", 1), ("phi3", 1), ("gpt_oss", 8), ("glm4_moe", 2),
-               ("nemotron_h", 8)}  # fmt: skip
+               ("nemotron_h", 8), ("deepseek_v32", 1), ("glm_moe_dsa", 2)}  # fmt: skip
 CASES = [pytest.param(*case, marks=() if case[:2] in USUAL_CASES else pytest.mark.full) for case in CASES]
 
 
@@ -97,7 +106,7 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
             alone |= {f"{stem}.experts.{number}.{part}.weight": half for part, half in halves}
     grads, model, rows = grads | alone, described(folder), {}
     for piece in architectures.pieces(model, ()):
-        if piece.wide:  # a bias of experts, which gradients do not train
+        if piece.wide or ".indexer." in piece.key:  # a bias of experts, and what transformers does not train
             continue
         name = piece.key
         if piece.layer is not None and piece.stacked:

@@ -106,6 +106,8 @@ def fused(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 # In the layers the norms have their own names; in checkpoints those of Transformer Engine's fused layers, and hybrids
 # have core's names.
 NAMES = {
+    "linear_q_up_proj.layer_norm_": "q_layernorm.",
+    "linear_kv_up_proj.layer_norm_": "kv_layernorm.",
     "mixer.in_proj.layer_norm_": "input_layernorm.",
     "mixer.": "self_attention.",
     "final_norm.": "final_layernorm.",

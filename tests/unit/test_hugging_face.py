@@ -1133,6 +1133,12 @@ DEEPSEEKS = {
     "v2, groups": LATENT | {"q_lora_rank": 10, "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 4,
                             "topk_method": "group_limited_greedy", "topk_group": 4},
 }  # fmt: skip
+INDEXED = LATENT | {"q_lora_rank": 10, "index_n_heads": 3, "index_head_dim": 12, "index_topk": 7, "n_shared_experts": 1}
+INDEXERS = {
+    "deepseek_v32": INDEXED | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    "glm_moe_dsa": INDEXED | {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5,
+                              "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+}  # fmt: skip
 
 
 LATER = {
@@ -1199,6 +1205,24 @@ def test_deepseek(tmp_path: Path, name: str, capsys) -> None:
     expected, got = (model(torch.arange(20)[None]).logits for model in models)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("kind", INDEXERS)
+def test_indexers(tmp_path: Path, kind: str, capsys) -> None:
+    """As `test_deepseek`, of models whose queries choose their keys."""
+    from transformers import AutoModelForCausalLM
+
+    source = save_model(tmp_path / "in", kind, INDEXERS[kind])
+    assert contents(there_and_back(source, tmp_path)) == contents(source)
+    flags = shlex.split(capsys.readouterr().out.split("\npretrain_")[1].splitlines()[0])[1:]
+    wanted, _, family, _ = described(llama_settings.read_config(source / "config.json"), "")
+    assert family is FAMILIES[kind] is family_of(wanted)
+    assert parse([*flags, *RUN], world_size=1).model == replace(wanted, vocab_size=66)
+    shutil.rmtree(tmp_path / "ours" / "hf")
+    assert main(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "new")]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (source, tmp_path / "new")]
+    expected, got = (model(torch.arange(20)[None]).logits for model in models)
+    assert torch.equal(got, expected)
 
 
 def test_a_deepseek_in_bf16_has_its_bias_in_fp32(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ NETWORKS = [
     f"{ROPE} --use-rope-scaling",
     f"{EXPERTS} --group-query-attention --num-query-groups 2",
     LATENTS,
+    f"{LATENTS} --experimental-attention-variant dsa --dsa-indexer-topk-freq 2 --attention-dropout 0",
     f"{ROPE} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --normalization RMSNorm",
     "--position-embedding-type none --is-hybrid-model --hybrid-override-pattern M* --mamba-num-groups 1",
     f"{SPARSE} bigbird",

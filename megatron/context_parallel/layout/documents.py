@@ -173,6 +173,7 @@ class Samples:
         plans: attention's plans by mask, if the loader's processes made them; of others, layers make their own.
         counted: 1 for this rank's tokens that the loss counts, 0 for the others, [s_local, b]; None: all count.
         handed_on: what a layer leaves for later ones in the same batch, by its number.
+        shares: whether some layers do.
     """
 
     numbers: tuple[int, ...] = ()
@@ -180,6 +181,7 @@ class Samples:
     plans: Mapping[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     counted: Tensor | None = field(default=None, compare=False, repr=False)
     handed_on: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    shares: bool = False
 
     def each(self) -> list[Samples]:
         """One of these for each sample whose documents are known."""
@@ -211,7 +213,7 @@ class SamplesArgument(Tensor):
 @replaceable
 def passed_on(samples: Samples) -> SamplesArgument | None:
     """The argument ``attention_mask`` of core's layers that holds ``samples``; None if there is nothing to know."""
-    if not samples.numbers and not samples.ends and samples.counted is None:
+    if not samples.numbers and not samples.ends and samples.counted is None and not samples.shares:
         return None
     argument = torch.empty(0, dtype=torch.int64).as_subclass(SamplesArgument)
     argument.samples = samples

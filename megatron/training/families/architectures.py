@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.training.families.deepseek import DeepSeek
+from megatron.training.families.deepseek import DeepSeek, SparseDeepSeek
 from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
 from megatron.training.families.gpt_oss import GptOss
@@ -68,6 +68,8 @@ FAMILIES: dict[str, Family] = {
         GptOss(),
         DeepSeek(2),
         DeepSeek(3),
+        SparseDeepSeek("deepseek_v32", "DeepSeek V3.2", "DeepseekV32ForCausalLM"),
+        SparseDeepSeek("glm_moe_dsa", "GLM-5", "GlmMoeDsaForCausalLM", glm=True),
         Olmo(2),
         Olmo(3),
         Exaone4(),

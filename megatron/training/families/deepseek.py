@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek V2 and V3: their settings and weights in Hugging Face's format (transformers' deepseek_v2, deepseek_v3)."""
+"""DeepSeek V2, V3 and V3.2, and GLM-5: settings and weights in Hugging Face's format.
+
+They are transformers' deepseek_v2, deepseek_v3, deepseek_v32 and glm_moe_dsa.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.kinds.dsa_kind import chooses
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 from megatron.training.settings.models import LLAMA, derive_shape
 from megatron.training.settings.read_with import ROTARY
@@ -75,7 +79,9 @@ def ahead_pieces(model: ModelConfig, layer: int) -> Iterator[Piece]:
 
 
 class DeepSeek(Family):
-    """One of the two. They differ in the router: V2 has a softmax, V3 sigmoids, groups of experts and a bias."""
+    """V2 and V3, which differ in the router: V2 has a softmax, V3 sigmoids, groups of experts and a bias."""
+
+    only, fixed = PLAIN, FIXED
 
     def __init__(self, version: int) -> None:
         self.kind, self.title = f"deepseek_v{version}", f"DeepSeek V{version}"
@@ -89,6 +95,14 @@ class DeepSeek(Family):
         softmax = bool(model.num_experts) and model.moe_router_score_function == "softmax"
         return model.multi_latent_attention and softmax != self.third
 
+    def further(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """Our settings of attention besides those of latents."""
+        return {}
+
+    def further_pieces(self, model: ModelConfig, layer: int, piece: Any) -> Iterator[Piece]:
+        """The weights of a layer's attention besides those of latents."""
+        return iter(())
+
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """As `Family.settings`."""
 
@@ -98,7 +112,7 @@ class DeepSeek(Family):
                 raise Refusal(f"{where}: {name} {value!r} of {self.kind} is not a whole number from {least}")
             return value
 
-        for name, values in PLAIN.items():
+        for name, values in self.only.items():
             if config.get(name) is not None and config[name] not in values:
                 raise Refusal(f"{where}: {name} {config[name]} of {self.kind} is not supported: only {values[0]}")
         if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
@@ -114,7 +128,7 @@ class DeepSeek(Family):
         dense = integer("first_k_dense_replace", 0)
         experts = {} if dense >= values["num_layers"] else self.experts(config, where, dense, integer)
         model = ModelConfig(
-            **(LLAMA | {"norm_epsilon": EPSILON} | values | experts | rope),
+            **(LLAMA | {"norm_epsilon": EPSILON} | values | experts | rope | self.further(config, where)),
             multi_latent_attention=True,
             qk_layernorm=True,
         )
@@ -166,7 +180,7 @@ class DeepSeek(Family):
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The config.json of a model with our settings. Raises Refusal if the model is not a DeepSeek."""
-        fixed, layers = FIXED | (self.router if model.num_experts else {}), model.num_layers
+        fixed, layers = self.fixed | (self.router if model.num_experts else {}), model.num_layers
         wrong = [name for name in fixed if getattr(model, name) != fixed[name]]
         if model.position_embedding_type not in ROTARY:
             wrong.append("position_embedding_type")
@@ -269,6 +283,7 @@ class DeepSeek(Family):
             yield piece(f"{ours}.linear_kv_up_proj.weight", f"{theirs}.kv_b_proj.weight", up, latent)
             out = heads * model.v_head_dim
             yield piece(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", hidden, out)
+            yield from self.further_pieces(model, layer, piece)
             yield from self.ffn_pieces(model, piece, experts)
             yield from ahead_pieces(model, layer)
         yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
@@ -309,3 +324,93 @@ class DeepSeek(Family):
         for number in range(model.num_experts):
             expert = (number, model.num_experts)
             yield from mlp(EXPERTS, f"mlp.experts.{number}", model.moe_ffn_hidden_size, expert=expert)
+
+
+SPARSE: dict[str, Any] = {"experimental_attention_variant": "dsa", "dsa_indexer_k_norm_epsilon": EPSILON}
+INDEX_SIZES = {
+    "index_n_heads": "dsa_indexer_n_heads",
+    "index_head_dim": "dsa_indexer_head_dim",
+    "index_topk": "dsa_indexer_topk",
+}
+INDEXER = {
+    "linear_wq_b.weight": "wq_b.weight",
+    "linear_wk.weight": "wk.weight",
+    "k_norm.weight": "k_norm.weight",
+    "k_norm.bias": "k_norm.bias",
+    "linear_weights_proj.weight": "weights_proj.weight",
+}
+
+
+class SparseDeepSeek(DeepSeek):
+    """V3.2, which is V3 with queries that choose their keys, and GLM-5, where layers may share a choice."""
+
+    stem = ""
+
+    def __init__(self, kind: str, title: str, architecture: str, glm: bool = False) -> None:
+        super().__init__(3)
+        self.kind, self.title, self.architecture, self.glm = kind, title, architecture, glm
+        self.differs = SPARSE | {"dsa_indexer_rope_interleaved": glm, "multi_latent_attention": True}
+        self.fixed = FIXED | self.differs
+        if glm:  # its latents' norms have another epsilon than its layers' norms
+            self.only = {name: values for name, values in PLAIN.items() if name != "rms_norm_eps"}
+            self.fixed = {name: value for name, value in self.fixed.items() if name != "norm_epsilon"}
+
+    def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
+        """As `Family.fits`."""
+        return Family.fits(self, model, attention)
+
+    def further(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """As `DeepSeek.further`."""
+        if config.get("q_lora_rank") is None:
+            raise Refusal(f"{where}: q_lora_rank null of {self.kind} is not supported: the indexer reads this latent")
+        dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
+        if config.get("mlp_layer_types") not in (None, ["dense"] * dense + ["sparse"] * (layers - dense)):
+            raise Refusal(f"{where}: mlp_layer_types are not those of first_k_dense_replace {dense}: not supported")
+        result = {ours: llama_settings.whole(config.get(theirs), theirs, where) for theirs, ours in INDEX_SIZES.items()}
+        result |= SPARSE | {"dsa_indexer_rope_interleaved": self.glm}
+        if not self.glm:
+            return result
+        epsilon = llama_settings.positive(config.get("rms_norm_eps", 1e-5), "rms_norm_eps", where)
+        return result | {"norm_epsilon": epsilon, "latent_norm_epsilon": EPSILON} | _sharing(config, layers, where)
+
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As `Family.config_json`."""
+        result = super().config_json(model, vocab_size, dtype, attention)
+        result |= {theirs: getattr(model, ours) for theirs, ours in INDEX_SIZES.items()}
+        if self.glm:
+            result["index_topk_freq"] = model.dsa_indexer_topk_freq
+            result["index_skip_topk_offset"] = model.dsa_indexer_skip_topk_offset
+            result["indexer_types"] = ["full" if own else "shared" for own in chooses(model)]
+        return result
+
+    def further_pieces(self, model: ModelConfig, layer: int, piece: Any) -> Iterator[Piece]:
+        """As `DeepSeek.further_pieces`: the indexer, if the layer has one."""
+        if layer < model.num_layers and not chooses(model)[layer]:
+            return
+        hidden, heads, dim = model.hidden_size, model.dsa_indexer_n_heads, model.dsa_indexer_head_dim
+        shapes = (heads * dim, model.q_lora_rank), (dim, hidden), (dim,), (dim,), (heads, hidden)
+        for (ours, theirs), shape in zip(INDEXER.items(), shapes):
+            yield piece(f"self_attention.core_attention.indexer.{ours}", f"self_attn.indexer.{theirs}", *shape)
+
+
+def _sharing(config: dict[str, Any], layers: int, where: object) -> dict[str, int]:
+    """Our settings of which layers choose keys."""
+    types, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(one, one) for one in pattern]
+    freq, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset", 2)
+    given = [] if freq is None else [(freq, offset)]
+    every = [(1, 0), *((freq, offset) for freq in range(2, layers + 1) for offset in range(1, layers + 1))]
+    for freq, offset in given + every if types is not None else given or [(1, 0)]:
+        if not all(isinstance(x, int) and not isinstance(x, bool) for x in (freq, offset)) or freq < 1 or offset < 0:
+            raise Refusal(f"{where}: index_topk_freq {freq!r} and index_skip_topk_offset {offset!r} are not valid")
+        found = {"dsa_indexer_topk_freq": freq, "dsa_indexer_skip_topk_offset": offset}
+        own = ["full" if one else "shared" for one in chooses(ModelConfig(num_layers=layers, **found))]
+        if types is None or own == list(types):
+            return found if freq > 1 else {}
+    raise Refusal(
+        f"{where}: indexer_types {types} are not full for some layers at the start, and then for every n-th: not "
+        "supported"
+    )

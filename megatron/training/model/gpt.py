@@ -19,7 +19,7 @@ from megatron.context_parallel.core.spec import AttentionSettings, ChunkSettings
 from megatron.context_parallel.fpdt.chunked_ffn import apply_in_chunks, even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.context_parallel.fpdt.log_probs import log_probs
-from megatron.context_parallel.layout.documents import samples_of
+from megatron.context_parallel.layout.documents import Samples, passed_on, samples_of
 from megatron.context_parallel.layout.grid import Axis
 from megatron.training.model.reward_head import RewardHead
 
@@ -51,6 +51,7 @@ class LongContextGPT(GPTModel):
         self.softcap = softcap
         self.ahead: dict[str, Tensor] = {}
         self.ahead_sums: Tensor | None = None  # [layers, 2], see _predict_ahead
+        self.shares = any(getattr(module, "shares", False) for module in self.modules())  # choices of keys
         if rewards and self.post_process:
             del self.output_layer
             self.reward_head = RewardHead(self.config.hidden_size, tensor, self.config.sequence_parallel)
@@ -72,6 +73,8 @@ class LongContextGPT(GPTModel):
 
         ``ahead`` has the tokens, labels and loss masks for multi-token prediction (:func:`batches.shifted`).
         """
+        if attention_mask is None and self.shares:
+            attention_mask = passed_on(Samples(shares=True))
         self._samples, self.ahead = attention_mask, ahead or {}
         if self.config.num_moe_experts:
             kwargs["padding_mask"] = self._router_positions(kwargs.get("loss_mask"))

@@ -100,6 +100,7 @@ class SparseAttention(ContextParallelAttention):
     Attributes:
         source: the layer whose choice is used.
         indexer: None if it is another layer.
+        shares: whether layers use the choice of others.
         seen: the sum of the indexer's losses of counted tokens, and their number; None before the first training step.
     """
 
@@ -114,7 +115,7 @@ class SparseAttention(ContextParallelAttention):
         **others: Any,
     ) -> None:
         super().__init__(config, settings, layer_number, **others)
-        self.sparse, self.seen = sparse, None
+        self.sparse, self.seen, self.shares = sparse, None, sparse.topk_freq > 1
         # Layers of multi-token prediction come after the model's; each has its own choice.
         self.source = layer_number if layer_number > config.num_layers else sparse.source(layer_number)
         self.indexer = KeyIndexer(config, sparse, gather) if self.source == layer_number else None

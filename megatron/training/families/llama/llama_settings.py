@@ -15,7 +15,7 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.flag import FUNCTION, WEIGHTS, every
-from megatron.training.settings.kinds import KINDS, gated_delta_kind
+from megatron.training.settings.kinds import KINDS
 from megatron.training.settings.models import LLAMA, derive_shape, is_gated
 from megatron.training.settings.read_with import ROTARY
 from megatron.training.untrusted.largest_numbers import check_numbers
@@ -157,7 +157,7 @@ SAID = """
     untie_embeddings_and_output_weights
 """.split()
 # Models with layers of these kinds are of other families.
-OTHERS = [kind.condition.switch for kind in KINDS if kind is not gated_delta_kind.KIND]
+OTHERS = [kind.condition.switch for kind in KINDS if not kind.condition.value]
 FIXED = {"squared_relu": False} | {
     field.name: LLAMA.get(field.name, field.default)
     for field in fields(ModelConfig)
@@ -329,7 +329,10 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
     names += ["attention_output_gate"]
-    if model.experimental_attention_variant:
+    if model.experimental_attention_variant == "dsa":
+        own = [field.name for field in fields(ModelConfig) if field.metadata.get("network")]
+        names += [name for name in own if name.startswith("dsa_")]
+    elif model.experimental_attention_variant:
         names += [field.name for field in fields(ModelConfig) if field.name.startswith("linear_")]
     if model.is_hybrid_model:
         names += ["is_hybrid_model", "hybrid_override_pattern", "squared_relu"]
@@ -342,6 +345,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     if model.multi_latent_attention:
         names += ["multi_latent_attention"] + ["q_lora_rank"] * (model.q_lora_rank is not None)
         names += ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+        names += ["latent_norm_epsilon"] if model.latent_norm_epsilon else []
     names += [name for name in ("mtp_num_layers", "reward_model") if getattr(model, name)]
     if model.num_experts:
         usual = ModelConfig(moe_router_topk=0)  # this one is always written
