@@ -110,6 +110,22 @@ def sparse_attention(grid: cp.Grid) -> Differentiable:
     return function
 
 
+def dense_loss(grid: cp.Grid) -> Differentiable:
+    from megatron.context_parallel.sparse_attention.dense_loss import dense_indexer_loss
+
+    layout = cp.SequenceLayout(2 * LENGTH, grid)
+    q, k = torch.ones(HEAD), torch.linspace(-1, 1, LENGTH * WIDTH).view(ROWS)
+    return lambda *indexer: dense_indexer_loss(
+        q, k, cp.Indexer(*indexer), torch.ones(ROWS[:2]), layout=layout, scale=1.0
+    )
+
+
+def with_loss(_: cp.Grid) -> Differentiable:
+    from megatron.context_parallel.core.mixers.sparse_attention import _WithLoss
+
+    return lambda x, loss: _WithLoss.apply(x, loss.sum(), None)
+
+
 def rotated(grid: cp.Grid) -> Differentiable:
     rope = Rope(WIDTH)
     angles = (torch.arange(LENGTH)[:, None] * rope.inverse_frequencies()).float()[:, None, None]
@@ -130,6 +146,8 @@ TABLE: dict[str, tuple[dict[str, int], Callable[[cp.Grid], Differentiable], list
     "_ShortConvolution": (RING, short_convolution, [ROWS, (WIDTH, 3), (WIDTH,)]),
     "_Gather": (RING, lambda grid: cp.SequenceLayout(2 * LENGTH, grid).gather, [ROWS]),
     "_SparseAttention": (RING, sparse_attention, [HEAD, HEAD, HEAD, (*HEAD[:2], HEAD[3]), HEAD[:3]]),
+    "_DenseLoss": (RING, dense_loss, [HEAD, (*HEAD[:2], HEAD[3]), HEAD[:3]]),
+    "_WithLoss": (RING, with_loss, [ROWS, ROWS]),
     "_Sum": (RING, of_hugging_face, [ROWS]),
     "_Drop": (RING, lambda _: lambda x: drop(x, Dropout(0.5, seed=1), torch.arange(LENGTH)), [ROWS]),
     "_Rotate": (RING, rotated, [HEAD]),

@@ -20,7 +20,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer
-from megatron.platform.autograd import once_differentiable, without_autocast
+from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
 
 ROWS, KEYS = 128, 1024  # of a block of scores
 
@@ -49,6 +49,7 @@ def dense_indexer_loss(
         layout, scale, heads_group: as for ``sparse_attention``.
         mask: which keys may be read; a sequence has one for each sample.
     """
+    refuse_transforms("dense_indexer_loss")
     masks = [mask] * q.size(1) if not isinstance(mask, Sequence) else list(mask) * (q.size(1) // len(mask))
     call = _Call(layout, tuple(masks), scale, heads_group, torch.is_grad_enabled())
     return _DenseLoss.apply(*indexer, q.detach(), k.detach()[..., : q.size(3)], counted, call)

@@ -21,7 +21,7 @@ from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.later_tokens import later_token_layers
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
-from megatron.context_parallel.core.mixers.sparse_attention import freeze_indexers, train_indexers_alone
+from megatron.context_parallel.core.mixers.sparse_attention import train_indexers_alone
 from megatron.context_parallel.core.mixers.state_mixer import Mixer
 from megatron.context_parallel.core.spec import (
     AttentionSettings,
@@ -89,8 +89,6 @@ def build_model(
             train_adapters_alone(chunk)
         if config.model.dsa_warm_up:
             train_indexers_alone(chunk)
-        elif not config.model.dsa_indexer_loss_coeff:
-            freeze_indexers(chunk)
         model_chunks.append(chunk)
     return model_chunks
 

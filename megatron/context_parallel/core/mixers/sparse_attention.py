@@ -29,6 +29,7 @@ from megatron.context_parallel.layout.documents import Samples, samples_of
 from megatron.context_parallel.sparse_attention.choice import choose_keys
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
 from megatron.context_parallel.sparse_attention.dense_loss import dense_indexer_loss
+from megatron.platform.autograd import once_differentiable
 
 INDEXER = ".core_attention.indexer."  # part of the names of its parameters
 
@@ -82,6 +83,7 @@ class KeyIndexer(nn.Module):
         self.linear_weights_proj = linear(hidden, heads)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+            parameter.requires_grad_(rule.loss_coeff > 0)  # without its loss an indexer has no gradient
 
     def forward(self, hidden_states: Tensor, latent: Tensor) -> Indexer:
         """[s, b, h] and the queries' latent [s, b, Q] -> queries and keys that are not rotated yet, and weights."""
@@ -273,6 +275,7 @@ class _WithLoss(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable("the loss of an indexer")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         one = torch.ones_like(*ctx.saved_tensors)
         return grad, one if ctx.scale is None else ctx.scale(one), None
@@ -282,13 +285,6 @@ def train_indexers_alone(model: nn.Module) -> None:
     """Freeze every parameter that does not belong to an indexer."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(INDEXER in name)
-
-
-def freeze_indexers(model: nn.Module) -> None:
-    """Freeze the parameters of indexers, which get no gradient without their loss."""
-    for name, parameter in model.named_parameters():
-        if INDEXER in name:
-            parameter.requires_grad_(False)
 
 
 def sparse_latent_attention(
