@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from tests.distributed.training_runs import P2, SELECTIVE, SP, T2, compare_runs, cp, make_job, train_job
+from tests.distributed.training_runs import SP, compare_runs, cp, make_job, train_job
 
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 24 --qk-layernorm"
 INDEXER = "--dsa-indexer-n-heads 3 --dsa-indexer-head-dim 16 --dsa-indexer-topk 12 --dsa-indexer-loss-coeff 0.5"

@@ -29,6 +29,8 @@ OURS = """--mlflow-experiment --mlflow-project --mlflow-run-name --mlflow-tracki
 --ulysses-degree-in-cp
 --ring-parallel-size --context-parallel-balance --zero-stage --attention-kernel --attention-mask --log-jsonl
 --attention-block-sizes
+--dsa-warm-up --dsa-indexer-topk-freq --dsa-indexer-skip-topk-offset --dsa-indexer-rope-interleaved
+--dsa-indexer-k-norm-epsilon --latent-norm-epsilon
 --linear-attention-exchange --linear-attention-kernel --mamba-dt-min --latent-exchange --dry-run-expert-imbalance
 --device --network-interface --peak-tflops --no-progress --fpdt --fpdt-chunk-size --fpdt-offload --no-fpdt-offload
 --fpdt-stream-hidden --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-chunk-size

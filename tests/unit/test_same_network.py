@@ -28,6 +28,7 @@ from tests.unit.test_refusals import GOOD, MOCK
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 ROPE = "--position-embedding-type rope"
 LATENTS = f"{ROPE} --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+INDEXER = "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4 --dsa-indexer-topk-freq 2"
 SPARSE = "--attention-mask block-sparse --sparse-pattern"
 NETWORKS = [
     f"{ROPE} --window-size 7,0",
@@ -35,7 +36,7 @@ NETWORKS = [
     f"{ROPE} --use-rope-scaling",
     f"{EXPERTS} --group-query-attention --num-query-groups 2",
     LATENTS,
-    f"{LATENTS} --experimental-attention-variant dsa --dsa-indexer-topk-freq 2 --attention-dropout 0",
+    f"{LATENTS} --experimental-attention-variant dsa {INDEXER} --attention-dropout 0",
     f"{ROPE} --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --normalization RMSNorm",
     "--position-embedding-type none --is-hybrid-model --hybrid-override-pattern M* --mamba-num-groups 1",
     f"{SPARSE} bigbird",

@@ -139,6 +139,17 @@ V3: dict[str, Any] = DEEPSEEK | {
     "moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5,
     "moe_aux_loss_coeff": [0.0001],
 }  # fmt: skip
+# Queries choose their keys. GLM-5's positions are plain RoPE.
+DSA: dict[str, Any] = {
+    "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128,
+    "dsa_indexer_topk": 2048, "dsa_indexer_k_norm_epsilon": 1e-6,
+}  # fmt: skip
+GLM5: dict[str, Any] = V3 | DSA | {
+    "norm_epsilon": 1e-5, "latent_norm_epsilon": 1e-6, "max_position_embeddings": 202752, "rotary_base": 1000000,
+    "q_lora_rank": 2048, "qk_head_dim": 192, "v_head_dim": 256, "yarn_rotary_scaling_factor": 1.0,
+    "moe_layer_freq": [0] * 3 + [1] * 75, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "dsa_indexer_n_heads": 32, "dsa_indexer_rope_interleaved": True,
+}  # fmt: skip
 
 
 GLM: dict[str, Any] = LLAMA3 | {
@@ -237,6 +248,8 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "glm-4.5": (151552, GLM_LARGE | _size(92, 5120, 96, 12288)),
     "deepseek-v2-lite": (102400, V2_LITE | _size(27, 2048, 16, 10944)),
     "deepseek-v3": (129280, V3 | _size(61, 7168, 128, 18432)),
+    "deepseek-v3.2": (129280, V3 | DSA | _size(61, 7168, 128, 18432)),
+    "glm-5": (154880, GLM5 | _size(78, 6144, 64, 12288)),
     "gpt2": (50257, GPT2 | _size(12, 768, 12)),
     "gpt2-medium": (50257, GPT2 | _size(24, 1024, 16)),
     "gpt2-large": (50257, GPT2 | _size(36, 1280, 20)),

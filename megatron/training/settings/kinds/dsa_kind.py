@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.formulas.kinds.sparse_figures import SparseLatent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
-from megatron.training.settings.flag import ABOVE_ZERO, NOT_NEGATIVE, count, flag, function, size
+from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, flag, function, size
 from megatron.training.settings.kinds import latent_kind
 from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.read_with import of_kind
@@ -21,26 +21,26 @@ DSA = of_kind("experimental_attention_variant", "dsa")
 class DsaSettings:
     """Settings of the indexer. megatron-core has them since 0.19, so none is passed to it."""
 
-    dsa_indexer_n_heads: int = size(64, "DSA: heads of the indexer", core=False)
-    dsa_indexer_head_dim: int = size(128, "DSA: size of a head of the indexer", core=False)
-    dsa_indexer_topk: int = function(2048, "DSA: keys that a query reads", range=count.keywords["range"])
+    dsa_indexer_n_heads: int | None = size(None, "DSA: heads of the indexer", core=False)
+    dsa_indexer_head_dim: int | None = size(None, "DSA: size of a head of the indexer", core=False)
+    dsa_indexer_topk: int | None = function(None, "DSA: keys that a query reads", range=AT_LEAST_1)
     dsa_indexer_topk_freq: int = size(
         1, "DSA: every N-th layer chooses keys, and the layers between use its choice", core=False
     )
     dsa_indexer_skip_topk_offset: int = function(
         0, "DSA: layers at the start that each choose keys, with --dsa-indexer-topk-freq", range=NOT_NEGATIVE
     )
-    dsa_indexer_loss_coeff: float = flag(
-        0.0,
-        "DSA: factor of the indexer's loss, the divergence of its softmax from attention's; 0: it is not trained",
+    dsa_indexer_loss_coeff: float | None = flag(
+        None,
+        "DSA: factor of the indexer's loss, the divergence of its softmax from attention's; default: it is not trained",
         range=NOT_NEGATIVE,
     )
     dsa_indexer_use_sparse_loss: bool = flag(False, "DSA: this loss is over the chosen keys; otherwise over all")
     dsa_indexer_rope_interleaved: bool = function(
         False, "DSA: RoPE of the indexer rotates neighbours, as in GLM-5; otherwise two halves, as in DeepSeek"
     )
-    dsa_indexer_k_norm_epsilon: float = function(
-        1e-6, "DSA: epsilon of the norm of the indexer's keys", range=ABOVE_ZERO
+    dsa_indexer_k_norm_epsilon: float | None = function(
+        None, "DSA: epsilon of the norm of the indexer's keys; default --norm-epsilon", range=ABOVE_ZERO
     )
     dsa_warm_up: bool = flag(
         False, "DSA: train the indexers alone while attention reads all keys; a later run loads the checkpoint"
@@ -54,12 +54,16 @@ def _prepare(config: Settings) -> None:
         return
     if not model.multi_latent_attention:
         raise Refusal(FLAG, "needs --multi-latent-attention: add it", Fix("--multi-latent-attention"))
+    for name in ("n_heads", "head_dim", "topk"):
+        if getattr(model, f"dsa_indexer_{name}") is None:
+            need = f"--dsa-indexer-{name.replace('_', '-')}"
+            raise Refusal(FLAG, f"needs {need}: add it; DeepSeek V3.2 has 64 heads of 128 and the top 2048")
     if model.qk_pos_emb_head_dim > model.dsa_indexer_head_dim:
         raise Refusal(
             f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim}",
             f"is less than --qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}, the entries that RoPE rotates: use more",
         )
-    learns = model.dsa_indexer_loss_coeff > 0
+    learns = bool(model.dsa_indexer_loss_coeff)
     refused = {
         "--fpdt": (chunks.fpdt, "chunks do not choose keys yet: use Ring and Ulysses"),
         "--latent-exchange": (config.parallel.latent_exchange == "latents", "its ring is not used: leave it out"),
@@ -91,8 +95,9 @@ def chooses(model: Settings) -> list[bool]:
 def _shape(model: Settings) -> dict[str, Any]:
     latent = latent_kind.KIND.shape(model)["latent"]
     sizes = {field.name: getattr(latent, field.name) for field in fields(latent)}
-    return {"latent": SparseLatent(**sizes, index_heads=model.dsa_indexer_n_heads, index_dim=model.dsa_indexer_head_dim,
-                                   chosen=model.dsa_indexer_topk, learns=model.dsa_indexer_loss_coeff > 0)}  # fmt: skip
+    sizes |= {"index_heads": model.dsa_indexer_n_heads, "index_dim": model.dsa_indexer_head_dim}
+    learns = bool(model.dsa_indexer_loss_coeff)
+    return {"latent": SparseLatent(**sizes, chosen=model.dsa_indexer_topk, learns=learns)}
 
 
 def _options(config: Settings) -> dict[str, Any]:
@@ -100,8 +105,10 @@ def _options(config: Settings) -> dict[str, Any]:
 
     model = config.model
     names = [field.name for field in fields(SparseRule) if field.name != "warm_up"]
-    rule = SparseRule(**{name: getattr(model, f"dsa_indexer_{name}") for name in names}, warm_up=model.dsa_warm_up)
-    return latent_kind.KIND.options(config) | {"sparse": rule}
+    values = {name: getattr(model, f"dsa_indexer_{name}") for name in names} | {"warm_up": model.dsa_warm_up}
+    values["loss_coeff"] = values["loss_coeff"] or 0.0
+    values["k_norm_epsilon"] = values["k_norm_epsilon"] or model.norm_epsilon
+    return latent_kind.KIND.options(config) | {"sparse": SparseRule(**values)}
 
 
 KIND = Kind(
