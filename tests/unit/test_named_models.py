@@ -38,6 +38,7 @@ PUBLISHED = {
     "pythia-70m": 70.4, "pythia-160m": 162.3, "pythia-410m": 405.3, "pythia-1b": 1011.8, "pythia-1.4b": 1414.6,
     "pythia-2.8b": 2775.2, "pythia-6.9b": 6857.3, "pythia-12b": 11846.1, "gpt-neox-20b": 20554.6,
     "glm-4.5-air": 106000, "glm-4.5": 355000,
+    "deepseek-v3.2": 671026 + 852, "glm-5": 744000,  # the indexers of V3.2: 61 x 13.96M
     "deepseek-v2-lite": 15706, "deepseek-v3": 671026, "phi-4": 14660, "nemotron-h-8b": 8100,
 }  # fmt: skip
 SCARCELY_PUBLISHED = ("gpt-2.7b", "gpt-6.7b", "gpt-13b", "gpt-30b", "genslm-25b", "genslm-33b")  # shapes of papers
