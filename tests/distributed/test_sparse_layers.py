@@ -3,10 +3,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
-from tests.distributed.training_runs import SP, compare_runs, cp, make_job, train_job
+from tests.distributed.training_runs import (
+    FULL,
+    P2,
+    SELECTIVE,
+    SP,
+    T2,
+    compare_gradients,
+    compare_runs,
+    cp,
+    make_job,
+    train_job,
+    wrong_by,
+)  # fmt: skip
+from tests.pairs import also_in_full
 
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 24 --qk-layernorm"
 INDEXER = "--dsa-indexer-n-heads 3 --dsa-indexer-head-dim 16 --dsa-indexer-topk 12 --dsa-indexer-loss-coeff 0.5"
@@ -15,17 +31,59 @@ DSA = (
     f"--experimental-attention-variant dsa {INDEXER}"
 )
 SPARSE = f"{DSA} --dsa-indexer-use-sparse-loss"
+WARM_UP = f"{DSA} --dsa-warm-up"
+DOCUMENTS = "--attention-mask document --reset-position-ids --micro-batch-size 1 --global-batch-size 2"
+SHARED = f"{SPARSE} --num-layers 4 --dsa-indexer-topk-freq 2"
+UNEVEN = "--eod-mask-loss"  # mock data have ends of documents, so ranks count different numbers of tokens
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-router-score-function sigmoid"
 
 # (processes, model, grid)
 CASES = [
-    (2, SPARSE, cp(2, 1)),
-    (4, SPARSE, f"{SP} {cp(1, 2)}"),
+    (4, f"{SPARSE} {UNEVEN}", f"{SP} {cp(1, 2)}"),
+    (4, f"{DSA} {UNEVEN}", f"{T2} {cp(2, 1)}"),
+    (2, f"{WARM_UP} {UNEVEN}", cp(1, 2)),
+    (4, SHARED, f"{P2} {cp(1, 2)}"),
 ]
+MORE = [
+    *((ulysses * ring, f"{model} {UNEVEN}", cp(ulysses, ring))
+      for model in (SPARSE, DSA, WARM_UP) for ulysses, ring in ((2, 1), (1, 4), (2, 2))),
+    *((2, f"{model} {UNEVEN}", grid) for model in (SPARSE, DSA, WARM_UP) for grid in (P2, SP, "--zero-stage 1")),
+    (2, f"{SPARSE} {UNEVEN}", f"{cp(1, 2)} {FULL}"),
+    (2, f"{DSA} {UNEVEN}", f"{cp(1, 2)} {SELECTIVE}"),
+    (2, SHARED, f"{cp(1, 2)} {FULL}"),
+    (4, SHARED, f"{SP} {cp(2, 1)}"),
+    (4, f"{SPARSE} {EXPERTS}", f"{cp(2, 2)} --expert-model-parallel-size 2"),
+    (2, f"{SPARSE} {DOCUMENTS}", cp(1, 2)),
+    (4, f"{DSA} {DOCUMENTS}", cp(2, 2)),
+    (4, f"{WARM_UP} {DOCUMENTS}", f"{SP} {cp(1, 2)}"),
+    (2, f"{SPARSE} --attention-mask window --window-size 20 0", cp(1, 2)),
+]  # fmt: skip
 
 
-def run(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses and gradient norms of two steps, and the gradients of the first."""
-    return train_job(make_job(flags), 2)
+def run(flags: str, wrong: str = "") -> tuple[list[float], list[float], dict[str, torch.Tensor], list[float]]:
+    """Losses, gradient norms of two steps, gradients of the first, and the indexer's losses."""
+    from megatron.context_parallel.core.mixers import sparse_attention
+    from megatron.training import step
+
+    losses, log = [], step.indexer_loss
+
+    def keep(*args: Any) -> dict[str, float]:
+        losses.append(log(*args)["indexer loss"])
+        return {"indexer loss": losses[-1]}
+
+    right = sparse_attention.SparseLatentAttention._counted
+
+    def mean_of_rank(self: Any, batch: Any, like: torch.Tensor) -> torch.Tensor:
+        counted = right(self, batch, like)
+        return counted * (like.numel() / counted.sum())  # as if each rank counted equally many tokens
+
+    planted = mean_of_rank if wrong == "mean" else right
+    with (
+        mock.patch.object(step, "indexer_loss", keep),
+        mock.patch.object(sparse_attention.SparseLatentAttention, "_counted", planted),
+    ):
+        job = make_job(flags)
+        return *train_job(job, 2), losses
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +92,36 @@ def reference(pool, shared):
     return lambda flags: shared(("dsa", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
 
 
-@pytest.mark.parametrize("world, model, grid", CASES)
-def test_choices_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+@pytest.mark.parametrize("world, model, grid", [*CASES, *also_in_full(*MORE)])
+@pytest.mark.usual(0, 1, 2, 3)
+def test_choices_and_their_loss_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    results, expected = pool.run(run, world, f"{model} {grid}", timeout=180), reference(model)
+    compare_runs([result[:3] for result in results], expected[:3])
+    for result in results:
+        assert result[3] == pytest.approx(expected[3], rel=1e-5) and min(result[3]) > 0
+    trained = {name for result in results for name in result[2]}
+    assert any("indexer" in name for name in trained)
+    assert ("--dsa-warm-up" in model) == all("indexer" in name for name in trained)
+
+
+def test_a_mean_over_each_rank_is_another_loss(pool, reference):
+    """A control: the loss of the indexer averaged over the tokens of a rank."""
+    model = f"{SPARSE} {UNEVEN}"
+    results, right = pool.run(run, 2, f"{model} {cp(1, 2)}", "mean", timeout=180), reference(model)
+    name = next(name for name in right[2] if "linear_wq_b" in name)
+    assert wrong_by(results[0][2], right[2], name) > 1e-3
+
+
+def test_all_keys_are_dense_attention(pool, reference):
+    """With as many chosen keys as tokens, both losses are the same, and attention is that of latents."""
+    everything = INDEXER.replace("topk 12", "topk 64")
+    sparse, dense = (pool.run(run, 1, model.replace(INDEXER, everything))[0] for model in (SPARSE, DSA))
+    compare_gradients([sparse[2]], dense[2])
+    assert sparse[3] == pytest.approx(dense[3], rel=1e-5)
+    plain = pool.run(latents, 1, DSA.split(" --experimental")[0])[0]
+    assert sparse[0] == pytest.approx(plain[0], rel=1e-5)
+    compare_gradients([{name: sparse[2][name] for name in plain[2]}], plain[2])
+
+
+def latents(flags: str) -> tuple:
+    return train_job(make_job(flags), 2)
