@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from megatron.context_parallel.attention.kernels import KernelUnavailable
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -120,7 +121,8 @@ def delta(out: Tensor, dout: Tensor) -> Tensor:
 def queries_at_a_time(q: Tensor, kv: Tensor, chosen: Tensor, kernel: ModuleType) -> list[Span]:
     """The queries whose keys are gathered, or whose parts of gradients are written, at a time."""
     row = max(1, chosen[0].numel() * kv[0, 0].numel()) if len(chosen) else 1
-    return split((0, len(q)), max(1, kernel.ENTRIES // row))
+    every = split((0, len(q)), max(1, kernel.ENTRIES // row))
+    return every[:1] if is_fake(q) else every  # in a dry run the first stand for all
 
 
 def mean_over_heads(weights: Tensor, heads: int, group: Any) -> Tensor:
@@ -136,7 +138,8 @@ def _index_spans(spans: list[Span], chosen: Tensor, complete: Tensor) -> list[Sp
     if not spans:
         return spans
     most = chosen_math.ENTRIES // max(1, chosen[0].numel() * complete.size(-1))
-    return split((0, len(chosen)), max(1, min(spans[0][1], most)))
+    every = split((0, len(chosen)), max(1, min(spans[0][1], most)))
+    return every[:1] if is_fake(chosen) else every
 
 
 class _SparseAttention(torch.autograd.Function):
