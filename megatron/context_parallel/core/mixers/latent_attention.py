@@ -135,8 +135,7 @@ class LatentAttention(Attention):
         both, _ = self.linear_kv_down_proj(hidden_states)
         latent_sbC, k_rotated = self._whole(both).split([self.config.kv_lora_rank, self.sizes[1]], dim=-1)
         # All heads share this part of the key, so its gradient is the sum over the heads of all TP ranks.
-        k_rotated = copy_to_tensor_model_parallel_region(k_rotated, group=self.pg_collection.tp)
-        return k_rotated, self.kv_layernorm(self._own_tokens(latent_sbC))
+        return _for_all_heads(k_rotated, group=self.pg_collection.tp), self.kv_layernorm(self._own_tokens(latent_sbC))
 
     def expanded(self, k_rotated: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [s, b, heads, R + N] and values [s, b, heads, V] of what :meth:`compressed` returns."""
@@ -178,8 +177,16 @@ class LatentAttention(Attention):
         """The latent of all tokens, whose gradient is the sum over the heads of all TP ranks."""
         tp = self.pg_collection.tp
         if not self.config.sequence_parallel:
-            return copy_to_tensor_model_parallel_region(latent, group=tp)
+            return _for_all_heads(latent, group=tp)
         return gather_from_sequence_parallel_region(latent, tensor_parallel_output_grad=True, group=tp)
+
+
+def _for_all_heads(x: Tensor, group: Any) -> Tensor:
+    """``x``, whose gradient is the sum over the heads of all TP ranks."""
+    x = copy_to_tensor_model_parallel_region(x, group=group)
+    if x.requires_grad:
+        x.register_hook(Tensor.contiguous)  # of others, core sums a copy and drops it (mappings.py, _reduce)
+    return x
 
 
 def latent_attention(
