@@ -131,6 +131,11 @@ def check_mask(config: Config) -> None:
     """Refuse masks with which a token attends to later ones, or that depend on the length of the sequence."""
     attention = config.attention
     mask = attention.attention_mask
+    if config.model.experimental_attention_variant == "dsa":
+        raise Refusal(
+            "--experimental-attention-variant dsa is not for generation: its cache has no keys of the indexer; convert "
+            "the checkpoint with tools/convert_hf.py, and generate with transformers"
+        )
     if config.data.reset_attention_mask:
         raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
     if attention.sees_ahead:

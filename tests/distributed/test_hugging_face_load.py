@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families import END, PAGE, RESULTS, START, good, read, table
 from megatron.training.arguments.parser import parse
+from megatron.training.families import architectures
 from tests.distributed.training_runs import make_job, train_job
 from tests.families import FAMILIES, outcome
 from tests.hugging_face import save_model
@@ -125,7 +126,7 @@ def test_refusals(pool, folders, tmp_path):
     other.mkdir()
     config = json.loads((folder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
-    known = "llama, qwen2, qwen3, mistral, phi3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, glm4_moe, bloom, gpt2"
+    known = ", ".join(architectures.FAMILIES).rpartition(", ")[0]
     assert f"model_type 't5' is not supported: only {known}" in refusal(pool, flags_of("llama", other))
     (other / "config.json").write_text(json.dumps(config))
     assert "only the safetensors format is supported" in refusal(pool, flags_of("llama", other))

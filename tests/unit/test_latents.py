@@ -68,6 +68,47 @@ def test_refused(flags: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+DSA = "--experimental-attention-variant dsa --attention-dropout 0"
+INDEXER = f"{DSA} --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 --dsa-indexer-topk 8"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (DSA, "needs --multi-latent-attention: add it"),
+        (f"{MLA} {DSA}", "needs --dsa-indexer-n-heads: add it"),
+        (
+            f"{MLA} {INDEXER} --qk-pos-emb-head-dim 66",
+            "--dsa-indexer-head-dim 64 is less than --qk-pos-emb-head-dim 66",
+        ),
+        (f"{MLA} {INDEXER} --fpdt --fpdt-chunk-size 16", "dsa with --fpdt is not supported"),
+        (f"{MLA} {INDEXER} --attention-dropout 0.1", "use --attention-dropout 0"),
+        (f"{MLA} {INDEXER} --latent-exchange latents", "dsa with --latent-exchange is not supported"),
+        (f"{MLA} {INDEXER} --dsa-indexer-loss-coeff 1 --lora-rank 4", "dsa with --lora-rank is not supported"),
+        (f"{MLA} {INDEXER} --dsa-warm-up", "--dsa-warm-up trains nothing without --dsa-indexer-loss-coeff"),
+        (
+            f"{MLA} {INDEXER} --dsa-warm-up --dsa-indexer-loss-coeff 1 --dsa-indexer-use-sparse-loss",
+            "--dsa-warm-up with --dsa-indexer-use-sparse-loss",
+        ),
+        (
+            f"{MLA} {INDEXER} --dsa-indexer-topk-freq 3 --num-layers 4 --pipeline-model-parallel-size 2",
+            "lets layer 3, the first of a pipeline stage, use the choice of a layer before it",
+        ),
+    ],
+)
+def test_sparsity_that_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        read(flags, 2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_generation_with_chosen_keys_is_refused() -> None:
+    from megatron.inference.load import check_mask
+
+    with pytest.raises(Refusal, match="dsa is not for generation"):
+        check_mask(read(f"{MLA} {INDEXER}"))
+
+
 def test_without_latents() -> None:
     with pytest.raises(Refusal, match="--rope-type yarn is read with --multi-latent-attention"):
         read("--rope-type yarn")
