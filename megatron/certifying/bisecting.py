@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -68,7 +68,10 @@ def _length(one: Recording, rows: Sequence[Rows]) -> int:
     return 1 + max((int(positions.max()) for some in rows for positions in some.values()), default=-1)
 
 
-def _pairs(key: Key, one: Recording, ranks: Sequence[Recording], rows: Sequence[Rows], length: int):
+Pair = tuple[int, Tensor, Tensor, "int | None"]
+
+
+def _pairs(key: Key, one: Recording, ranks: Sequence[Recording], rows: Sequence[Rows], length: int) -> Iterator[Pair]:
     """(rank, its tensor, the same rows of one process, dim of positions) for each rank that has the call."""
     for rank, recording in enumerate(ranks):
         first, step = recording.calls
@@ -89,25 +92,42 @@ def _forward(one, ranks, rows, length, limits, outputs) -> FirstDifference | Non
     """The first module call with a wrong output or input, in the order of the forward pass; None if all agree."""
     before = ""
     for key in outputs:
-        bad, first = [], None
-        for rank, x, right, dim in _pairs(key, one, ranks, rows, length):
-            if _error(x, right, one.numbers[key]) > limits.get(key, 0.0):
-                bad.append(rank)
-                first = first or (rank, x, right, dim)
+        limit = limits.get(key, 0.0)
+        pairs = list(_pairs(key, one, ranks, rows, length))
+        bad = _wrong(pairs, one.numbers[key], limit)
         if not bad:
             before = key[1]
             continue
         inputs = (INPUT, *key[1:])
-        fed = one.numbers.get(inputs) is not None and any(
-            _error(x, right, one.numbers[inputs]) > max(limits.get(inputs, 0.0), limits.get(key, 0.0))
-            for _, x, right, _ in _pairs(inputs, one, ranks, rows, length)
+        fed = one.numbers.get(inputs) is not None and bool(
+            _wrong(
+                list(_pairs(inputs, one, ranks, rows, length)),
+                one.numbers[inputs],
+                max(limits.get(inputs, 0.0), limit),
+            )
         )
-        rank, x, right, dim = first
-        place = _at(key, rank, x, right, dim, rows, limits.get(key, 0.0))
+        rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
+        place = _at(key, rank, x, right, dim, rows, limit)
         name = _between(before, key[1]) if fed else key[1]
         where = f"the input of {_named(key[1])}, computed in {_named(name)}" if fed else f"the output of {_named(name)}"
         return FirstDifference("forward", (name,), f"first in {where}{_call(key)}, on ranks {listed(bad)}, {place}")
     return None
+
+
+def _wrong(pairs: Sequence[Pair], whole: Tensor, limit: float) -> list[int]:
+    """The ranks whose tensors differ; none if ranks with the same rows have partial sums, which may be added later."""
+    bad = [rank for rank, x, right, _ in pairs if _error(x, right, whole) > limit]
+    if len(bad) < 2:
+        return bad
+    sums: list[tuple[Tensor, Tensor]] = []
+    for _, x, right, _ in pairs:
+        at = next((n for n, (_, other) in enumerate(sums) if right.shape == other.shape and right.equal(other)), None)
+        if at is None:
+            sums.append((x.double(), right))
+        else:
+            sums[at] = sums[at][0] + x.double(), right
+    together = len(sums) < len(pairs) and all(_error(total, right, whole) <= limit for total, right in sums)
+    return [] if together else bad
 
 
 def _backward(one, ranks, rows, length, limits, outputs) -> FirstDifference | None:
@@ -132,7 +152,7 @@ def _backward(one, ranks, rows, length, limits, outputs) -> FirstDifference | No
                     each = ", ".join(f"{k:.4g} on rank {r}" for r, k in straight.items())
                     text = f"the loss after {_named(key[1])} is multiplied by a different factor on each rank: {each}"
                     return FirstDifference("loss scale", (key[1],), text)
-        bad = [r for r, x, right, _ in pairs if _error(x / (scales[r] or 1.0), right, one.numbers[key]) > limit]
+        bad = _wrong([(r, x / (scales[r] or 1.0), right, d) for r, x, right, d in pairs], one.numbers[key], limit)
         if bad:
             rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
             name = _between(after, key[1], other_is_later=False) if after else key[1]

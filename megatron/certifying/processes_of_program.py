@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401 - imported later, it would keep the first job's group as a default
 from torch import multiprocessing
 
 from megatron.certifying.recording import Recording, Reference

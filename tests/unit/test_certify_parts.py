@@ -54,7 +54,8 @@ def test_rows_of_samples_that_are_flattened_with_positions() -> None:
         part = whole[own].flatten(0, 1) if by_position else whole[own].transpose(0, 1).flatten(0, 1)
         rows, _ = part_of(flat, part, {len(own): own}, 16)
         assert torch.equal(rows, part)
-    assert part_of(whole, whole[:, :, :2], {len(own): own}, 16) is None
+    heads, _ = part_of(whole, whole[:, :, 2:] * 1.01, {len(own): own}, 16)
+    assert torch.equal(heads, whole[:, :, 2:]) and part_of(whole, -whole[:, :, :2], {len(own): own}, 16) is None
 
 
 def test_the_module_whose_code_runs_between_two_modules() -> None:
