@@ -19,6 +19,7 @@ from megatron.certifying.processes_of_program import ProgramFailed
 
 WRONG, REFUSED = 1, 2
 
+
 def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(
         prog="python -m megatron.certifying",

@@ -18,6 +18,7 @@ from megatron.certifying.recording import (
     NORM,
     OUTPUT,
     UPDATE,
+    WEIGHT,
     Key,
     Recording,
     Reference,
@@ -31,7 +32,7 @@ class FirstDifference:
     """Where a program first differs.
 
     Attributes:
-        kind: forward, backward, loss scale, reduction, clipping norm, update, or loss.
+        kind: weights, forward, backward, loss scale, scale, reduction, clipping norm, update, or loss.
         modules: names of the modules at fault; "" is the program outside of its modules.
         text: what is known, in words.
     """
@@ -57,8 +58,10 @@ def bisect(reference: Reference, ranks: Sequence[Recording], wrong: Sequence[Com
     limits = reference.limits(sum(x is not None for x in one.numbers.values()) * len(ranks))
     outputs = [key for key in one.numbers if key[0] == OUTPUT]
     return (
-        _forward(one, ranks, rows, length, limits, outputs)
-        or _backward(one, ranks, rows, length, limits, outputs)
+        _weights(one, ranks, limits)
+        or _forward(one, ranks, rows, length, limits, outputs)
+        or _backward(one, ranks, rows, length, limits, outputs, wrong)
+        or _scale(one, wrong)
         or _step(wrong)
     )
 
@@ -88,6 +91,24 @@ def _pairs(key: Key, one: Recording, ranks: Sequence[Recording], rows: Sequence[
             yield rank, x, same[0], same[1]
 
 
+def _weights(one, ranks, limits) -> FirstDifference | None:
+    """Whole parameters that are not those of one process when their module is called for the first time."""
+    bad = [
+        (rank, key) for key, right in one.numbers.items() if key[0] == WEIGHT for rank, recording in enumerate(ranks)
+        if (x := recording.numbers.get(key)) is not None and x.shape == right.shape
+        and error(key, x, right) > limits.get(key, 0.0)
+    ]  # fmt: skip
+    if not bad:
+        return None
+    names = list(dict.fromkeys(f"{module}.{name}".lstrip(".") for _, (_, module, name) in bad))
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    text = (
+        f"before the first step {', '.join(names[:4])}{more} differ from one process, on ranks "
+        f"{listed(sorted({rank for rank, _ in bad}))}"
+    )
+    return FirstDifference("weights", tuple(dict.fromkeys(key[1] for _, key in bad)), text)
+
+
 def _forward(one, ranks, rows, length, limits, outputs) -> FirstDifference | None:
     """The first module call with a wrong output or input, in the order of the forward pass; None if all agree."""
     before = ""
@@ -98,20 +119,24 @@ def _forward(one, ranks, rows, length, limits, outputs) -> FirstDifference | Non
         if not bad:
             before = key[1]
             continue
-        inputs = (INPUT, *key[1:])
-        fed = one.numbers.get(inputs) is not None and bool(
-            _wrong(
-                list(_pairs(inputs, one, ranks, rows, length)),
-                one.numbers[inputs],
-                max(limits.get(inputs, 0.0), limit),
-            )
-        )
+        fed = _fed(key, one, ranks, rows, length, limits)
         rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
         place = _at(key, rank, x, right, dim, rows, limit)
         name = _between(before, key[1]) if fed else key[1]
+        calls = {other[1]: other for other in reversed(outputs)}
+        while fed and name and (name not in calls or _fed(calls[name], one, ranks, rows, length, limits)):
+            name = name.rpartition(".")[0]  # a list of modules, or a module whose input is wrong already
         where = f"the input of {_named(key[1])}, computed in {_named(name)}" if fed else f"the output of {_named(name)}"
         return FirstDifference("forward", (name,), f"first in {where}{_call(key)}, on ranks {listed(bad)}, {place}")
     return None
+
+
+def _fed(key, one, ranks, rows, length, limits) -> bool:
+    """Whether the input of a module's call is wrong."""
+    inputs = (INPUT, *key[1:])
+    limit = max(limits.get(inputs, 0.0), limits.get(key, 0.0))
+    whole = one.numbers.get(inputs)
+    return whole is not None and bool(_wrong(list(_pairs(inputs, one, ranks, rows, length)), whole, limit))
 
 
 def _wrong(pairs: Sequence[Pair], whole: Tensor, limit: float) -> list[int]:
@@ -130,9 +155,20 @@ def _wrong(pairs: Sequence[Pair], whole: Tensor, limit: float) -> list[int]:
     return [] if together else bad
 
 
-def _backward(one, ranks, rows, length, limits, outputs) -> FirstDifference | None:
-    """The first module call with a wrong gradient, in the order of the backward pass; None if all agree."""
-    after, scales = "", {}
+def _backward(one, ranks, rows, length, limits, outputs, wrong) -> FirstDifference | None:
+    """The first module call with a wrong gradient, in the order of the backward pass; None if all agree.
+
+    A module is left out if the gradients of all its parameters are right in the end: what its ranks hold may be
+    partial, or be counted several times, until the program reduces it.
+    """
+    after, scales, called = "", {}, {key[1] for key in outputs}
+    trained = {key[1] for key, x in one.numbers.items() if key[0] == GRADIENT and x is not None}
+    bad_parameters = {compared.key[1] for compared in wrong if compared.key[0] == GRADIENT}
+
+    def settled(module: str) -> bool:
+        own = {name for name in trained if not module or name.startswith(f"{module}.")}
+        return bool(own) and not own & bad_parameters
+
     for key in ((BACKWARD, *output[1:]) for output in reversed(outputs)):
         pairs = list(_pairs(key, one, ranks, rows, length))
         # a rank whose tokens have no loss has no gradient, and therefore no factor
@@ -146,16 +182,18 @@ def _backward(one, ranks, rows, length, limits, outputs) -> FirstDifference | No
             usual = median(straight.values()) if straight else 1.0
             scales = {rank: straight.get(rank, usual) for rank in range(len(ranks))}
             off = {r: _error(x / scales[r], right, one.numbers[key]) for r, x, right, _ in pairs}
-            if len(straight) == len(fits) and max(off.values()) <= limit:
+            if len(straight) == len(fits) and max(off.values()) <= limit and not settled(key[1]):
                 spread = max(straight.values()) / usual - 1, 1 - min(straight.values()) / usual
                 if max(map(abs, spread)) > limit:
                     each = ", ".join(f"{k:.4g} on rank {r}" for r, k in straight.items())
                     text = f"the loss after {_named(key[1])} is multiplied by a different factor on each rank: {each}"
                     return FirstDifference("loss scale", (key[1],), text)
-        bad = _wrong([(r, x / (scales[r] or 1.0), right, d) for r, x, right, d in pairs], one.numbers[key], limit)
-        if bad:
+        bad = [r for r, x, right, _ in pairs if _error(x / (scales[r] or 1.0), right, one.numbers[key]) > limit]
+        if bad and not settled(key[1]):
             rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
             name = _between(after, key[1], other_is_later=False) if after else key[1]
+            if name not in called:  # a list of modules
+                name = ".".join(after.split(".")[: name.count(".") + 2])
             what = f"first in the gradient at the output of {_named(key[1])}{_call(key)}, computed in {_named(name)}"
             if not after:
                 what = f"first in the gradient at the output of {_named(key[1])}, which the loss gives"
@@ -163,6 +201,20 @@ def _backward(one, ranks, rows, length, limits, outputs) -> FirstDifference | No
             return FirstDifference("backward", (name,), f"{what}, on ranks {listed(bad)}, {place}")
         after = key[1]
     return None
+
+
+def _scale(one: Recording, wrong: Sequence[Compared]) -> FirstDifference | None:
+    """One factor of all gradients."""
+    bad = [compared for compared in wrong if compared.key[0] == GRADIENT]
+    some = [x for key, x in one.numbers.items() if key[0] == GRADIENT and x is not None and bool(x.any())]
+    if len(bad) < max(len(some), 2) or any(compared.note or not compared.cosine > 0.9999 for compared in bad):
+        return None
+    usual = median(compared.factor for compared in bad)
+    if any(abs(compared.factor / usual - 1) > 1e-3 for compared in bad):
+        return None
+    where = listed(sorted({rank for compared in bad for rank in compared.ranks}))
+    text = f"activations agree, and every gradient is {usual:.4g} times the right one, on ranks {where}"
+    return FirstDifference("scale", ("",), text)
 
 
 def _step(wrong: Sequence[Compared]) -> FirstDifference:

@@ -19,7 +19,7 @@ from megatron.certifying.rounding import SAMPLES, Rounding, factor, tensors
 Key = tuple  # (kind, name) or (kind, module, number of its call)
 Numbers = dict[Key, "Tensor | None"]
 LOSS, GRADIENT, NORM, UPDATE = "loss", "gradient", "norm", "update"
-INPUT, OUTPUT, BACKWARD = "input", "output", "gradient of output"
+INPUT, OUTPUT, BACKWARD, WEIGHT = "input", "output", "gradient of output", "weight"
 
 
 @dataclass
@@ -152,8 +152,9 @@ def error(key: Key, x: Tensor, right: Tensor) -> float:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A DTensor as the complete tensor; all its ranks call this."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    """A DTensor as the complete tensor, and one that still arrives when it is there; all its ranks call this."""
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return x.wait() if hasattr(x, "wait") else x
 
 
 def _parameters(model: nn.Module | Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -176,6 +177,7 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
         number = counts[kind] = counts.get(kind, -1) + 1
         at = (name, number if call.records else -1 - number)
         numbers |= {(INPUT, *at): call.input, (OUTPUT, *at): call.output, (BACKWARD, *at): call.gradient}
+        numbers |= {(WEIGHT, name, own): weight for own, weight in call.weights.items()}
     gradients, updates = outcome.gradients, outcome.updates
     if gradients is None:
         gradients = {n: before[id(p)][1] if id(p) in before else p.grad for n, p in _parameters(outcome.model)}
@@ -206,10 +208,11 @@ class _Call:
     records: bool  # whether a graph for the backward pass is made
     input: Tensor | None
     output: Tensor
+    weights: dict[str, Tensor]  # the module's own, before its first call
     gradient: Tensor | None = None
 
-    def keep_gradient(self, gradient: Tensor) -> None:
-        self.gradient = gradient.detach().cpu().clone()
+    def keep_gradient(self, gradient: Tensor | None) -> None:
+        self.gradient = None if gradient is None else whole(gradient.detach()).cpu().clone()
 
 
 @contextmanager
@@ -217,17 +220,21 @@ def _watched() -> Iterator[list[_Call]]:
     """Record the modules' calls, in the order in which they end: children before their parent."""
     calls: list[_Call] = []
     inputs: dict[int, list[Tensor | None]] = {}
+    weights: dict[int, dict[str, Tensor]] = {}
 
     def before(module: nn.Module, args: Any) -> None:
+        if id(module) not in weights:
+            own = module.named_parameters(recurse=False)
+            weights[id(module)] = {name: whole(weight.detach()).cpu().clone() for name, weight in own}
         inputs.setdefault(id(module), []).append(_first(args))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        given, out = inputs.get(id(module)), _first(output)
-        entered = given.pop() if given else None
-        if out is None:
+        given, x = inputs.get(id(module)), _activation(output)
+        entered, out = given.pop() if given else None, _first(output)
+        if x is None or out is None:
             return
-        x = next(x for x in tensors(output) if x.is_floating_point())
-        calls.append(_Call(id(module), x.requires_grad, entered, out))
+        calls.append(_Call(id(module), x.requires_grad, entered, out, weights[id(module)]))
+        weights[id(module)] = {}
         if x.requires_grad:
             x.register_hook(calls[-1].keep_gradient)
 
@@ -242,10 +249,15 @@ def _watched() -> Iterator[list[_Call]]:
             hook.remove()
 
 
+def _activation(value: Any) -> Tensor | None:
+    """The first tensor of floating-point numbers that is not a single number: models may return their loss first."""
+    return next((x for x in tensors(value) if x.is_floating_point() and x.dim()), None)
+
+
 def _first(value: Any) -> Tensor | None:
-    """A copy of the first floating tensor."""
-    first = next((x for x in tensors(value) if x.is_floating_point()), None)
-    return None if first is None else first.detach().cpu().clone()
+    """A copy of the activation."""
+    first = _activation(value)
+    return None if first is None else whole(first.detach()).cpu().clone()
 
 
 @contextmanager

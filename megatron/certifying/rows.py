@@ -60,7 +60,9 @@ def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
             return rows
     places = []
     for part in parts:
-        same = (whole.flatten(1)[None] - part.flatten(1)[:, None]).abs().amax(-1) <= near  # [rows of the rank, all rows]
+        same = (whole.flatten(1)[None] - part.flatten(1)[:, None]).abs().amax(
+            -1
+        ) <= near  # [rows of the rank, all rows]
         if not bool((same.sum(1) == 1).all()):
             return None
         places.append(same.int().argmax(1))

@@ -21,18 +21,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_
 
 from megatron.certifying.recording import Outcome
 from tests.referee.pieces import (
     HEAD,
-    HEADS,
     LENGTH,
-    ROWS,
     WIDTH,
     WORDS,
     AllGather,
-    Block,
     Decoder,
     attention,
     gather,
@@ -246,7 +242,9 @@ def split_tokens(ranks: int) -> Outcome:
 def tensor_and_data(data: int, model: int) -> Outcome:
     """Two axes: products are summed over one, gradients over the other; rows have different numbers of labels."""
     rank = dist.get_rank()
-    tensor = [dist.new_group(list(range(first, first + model))) for first in range(0, data * model, model)][rank // model]
+    tensor = [dist.new_group(list(range(first, first + model))) for first in range(0, data * model, model)][
+        rank // model
+    ]
     copies = [dist.new_group(list(range(first, data * model, model))) for first in range(model)][rank % model]
     net = SplitDecoder(tensor)
     ids, labels = story()
@@ -317,7 +315,8 @@ def tutorial_tokens(ranks: int) -> Outcome:
                           nn.Linear(32, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))  # fmt: skip
     plan = {"0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "1": SequenceParallel(),
             "2": ColwiseParallel(input_layouts=Shard(1)), "4": RowwiseParallel(output_layouts=Shard(1)),
-            "5": SequenceParallel(), "6": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}  # fmt: skip
+            "5": SequenceParallel(),
+            "6": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}  # fmt: skip
     model = parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
     ids, labels = story(rows=2)
     loss = losses(model(ids), labels) / (labels != -100).sum()
@@ -547,7 +546,7 @@ class Tables(nn.Module):
         vectors = TablesToRows.apply(looked_up)
         x = self.bottom(dense)
         every = torch.cat([x[:, None], vectors], 1)
-        pairs = (every @ every.mT)[:, *torch.tril_indices(5, 5, -1)]
+        pairs = (every @ every.mT)[(slice(None), *torch.tril_indices(5, 5, -1))]
         return self.top(torch.cat([x, pairs], 1)).squeeze(1)
 
 

@@ -14,7 +14,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.certifying.recording import Outcome
-from tests.referee.pieces import LENGTH, WIDTH, WORDS, AllGather, Decoder, attention, gather, losses, mine, story, summed
+from tests.referee.pieces import (
+    LENGTH,
+    WIDTH,
+    WORDS,
+    AllGather,
+    Decoder,
+    attention,
+    gather,
+    losses,
+    mine,
+    story,
+    summed,
+)
 
 
 def trained(model: nn.Module, ids: Tensor, labels: Tensor, at: Tensor, **more: Any) -> Outcome:
@@ -311,7 +323,7 @@ class Encoder(nn.Module):
 
 
 def encoder(ranks: int) -> Outcome:
-    """Dropout's mask is cut as the tokens are. Every rank has the same loss, so each backward counts ``ranks`` times."""
+    """Dropout's mask is cut as the tokens are. All ranks have the same loss: gradients count ``ranks`` times."""
     model, kept = Encoder(), torch.Generator().manual_seed(8)
     ids, labels = story(rows=3)
     keep = (torch.rand(3, LENGTH, WIDTH, generator=kept) > 0.1) / 0.9
