@@ -28,7 +28,7 @@ ERRORS: dict[str, tuple[str, str]] = {
     "leak across documents": ("forward", "blocks.0.attention"),
     "rope offset": ("forward", "blocks.1.attention"),
     "window off by one": ("forward", "blocks.0.attention"),
-    "other weights": ("forward", "blocks.0.mlp.up"),
+    "other weights": ("weights", "blocks.0.mlp.up"),
     "keys without gradient": ("backward", "blocks.1.attention"),
     "labels of the shard": ("backward", ""),
     "doubled loss scale": ("loss scale", ""),

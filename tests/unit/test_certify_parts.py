@@ -48,14 +48,14 @@ def test_factor_and_cosine() -> None:
 
 
 def test_rows_of_samples_that_are_flattened_with_positions() -> None:
-    whole, own = torch.randn(16, 2, 5), zigzag(16, 1, 2)
+    whole, own = torch.randn(16, 2, 6), zigzag(16, 1, 2)
     for flat in (whole.flatten(0, 1), whole.transpose(0, 1).flatten(0, 1)):
         by_position = flat.equal(whole.flatten(0, 1))
         part = whole[own].flatten(0, 1) if by_position else whole[own].transpose(0, 1).flatten(0, 1)
         rows, _ = part_of(flat, part, {len(own): own}, 16)
         assert torch.equal(rows, part)
-    heads, _ = part_of(whole, whole[:, :, 2:] * 1.01, {len(own): own}, 16)
-    assert torch.equal(heads, whole[:, :, 2:]) and part_of(whole, -whole[:, :, :2], {len(own): own}, 16) is None
+    heads, _ = part_of(whole, whole[:, :, 3:] * 1.01, {len(own): own}, 16)
+    assert torch.equal(heads, whole[:, :, 3:]) and part_of(whole, -whole[:, :, :3], {len(own): own}, 16) is None
 
 
 def test_the_module_whose_code_runs_between_two_modules() -> None:
