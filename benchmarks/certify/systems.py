@@ -78,6 +78,14 @@ SYSTEMS: dict[str, System] = {
     "accelerate cp": System("accelerate", RING, WITH_DEEPSPEED, TRAINER, own_reference=True),
     "TRL sp": System("trl", ULYSSES, WITH_TRL, ("trl", *TRAINER), True, {"": TRAINERS}),
     "TRL cp": System("trl", RING, WITH_TRL, ("trl", *TRAINER), own_reference=True),
+    "ring-flash-attn": System(
+        "ring_flash_attn", {"ranks": 2}, ("ring_flash_attn",), ("ring-flash-attn", "transformers")
+    ),
+    "yunchang ring": System(
+        "yunchang", {"ulysses": 1, "ring": 2}, ("yunchang",), ("yunchang", "transformers"),
+        shown_by={"window": "yunchang_window.py"},
+    ),
+    "yunchang Ulysses": System("yunchang", {"ulysses": 2, "ring": 1}, ("yunchang",), ("yunchang", "transformers")),
     "megatron-core": System("megatron_core", {"ranks": 2}, packages=("megatron-core",)),
 }
 
