@@ -31,7 +31,6 @@ class Scores(TorchFunctionMode):
 
 def with_loss(model, batch) -> tuple[Outcome, Tensor]:
     """The results of transformers on one process, and the mean of the indexers' losses by their formula."""
-    counted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100).ne(-100)
     taught: list[Tensor] = []
 
     def teach(module, args, kwargs, output) -> None:
@@ -44,7 +43,7 @@ def with_loss(model, batch) -> tuple[Outcome, Tensor]:
         seen = torch.zeros_like(causal).scatter(-1, chosen.long(), True) & causal
         found = scores.taken.masked_fill(~seen, float("-inf")).log_softmax(-1)
         apart = torch.special.xlogy(target, target) - target * found
-        taught.append(apart.masked_fill(~seen, 0).sum(-1)[counted].sum() / counted.sum())
+        taught.append(apart.masked_fill(~seen, 0).sum(-1).mean())
 
     modules = [layer.self_attn for layer in model.model.layers if layer.self_attn.indexer is not None]
     hooks = [module.register_forward_hook(teach, with_kwargs=True) for module in modules]
@@ -103,24 +102,35 @@ def test_grids_in_fp64(pool, kind, ulysses, ring, packed, checkpointing):
     assert worst(rank.values() for rank in result) < 1e-10, result[0]
 
 
-def compare_wrong(ulysses: int, ring: int) -> float:
-    """The error if every rank takes the mean over its own tokens, and the mean of these is the loss."""
-    grid, batch = cp.initialize_grid(ulysses=ulysses, ring=ring), whole_batch(packed=False)
-    batch["labels"][:, :40] = -100  # mostly tokens of the second half count
-    batch["labels"][:, 4] = 7
-    expected, _ = over_ranks("deepseek_v32", cp.Grid(), batch, torch.float64)
-    count = batch["labels"][:, 1:].ne(-100).sum()
+def compare_padded(ulysses: int, ring: int) -> tuple[float, float, float]:
+    """The error with padding; that of the mean against samples without it; and the error of a mean of ranks' means."""
+    grid, batch, lengths = cp.initialize_grid(ulysses=ulysses, ring=ring), whole_batch(packed=False), (31, 9)
+    kept = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    batch |= {"attention_mask": kept.long(), "labels": batch["labels"].masked_fill(~kept, -100)}
+    expected, mean = over_ranks("deepseek_v32", cp.Grid(), batch, torch.float64)
+    result, ours = over_ranks("deepseek_v32", grid, batch, torch.float64)
+    alone = 0.0
+    for sample, length in enumerate(lengths):
+        model = tiny_model("deepseek_v32", torch.float64, num_hidden_layers=3, mlp_layer_types=["dense"] * 3)
+        tokens = batch["input_ids"][sample : sample + 1, :length]
+        with parallelize(model, cp.Grid(), seq_length=length, indexer_loss=FACTOR) as context:
+            model(**context.shard({"input_ids": tokens, "labels": tokens}))
+            alone += float(context.indexer_loss) * length / sum(lengths)
 
-    def wrong(losses: list[Tensor], targets: Tensor) -> Tensor:
-        return sum(loss[targets.ne(-100)].mean() for loss in losses) * count / grid.context.size
+    def mean_of_rank(lessons: list[Tensor], part) -> Tensor:
+        return sum(lessons)[part.layout.positions < torch.tensor(part.lengths)[:, None]].mean() / ring
 
-    with mock.patch.object(parallel, "_sum_of_lessons", wrong):
-        result, _ = over_ranks("deepseek_v32", grid, batch, torch.float64)
-    return worst(errors(result, expected).values())
+    with mock.patch.object(parallel, "_mean_of_lessons", mean_of_rank):
+        wrong, _ = over_ranks("deepseek_v32", grid, batch, torch.float64)
+    for outcome in (result, expected, wrong):
+        outcome.logits = torch.ones(1)
+    same = worst([*errors(result, expected).values(), abs(float(ours - mean))])
+    return same, abs(alone - float(ours)), worst(errors(wrong, expected).values())
 
 
-def test_mean_of_the_means_of_ranks_fails(pool):
-    assert min(pool.run(compare_wrong, 2, 1, 2)) > 1e-3
+def test_padding_does_not_count_and_a_mean_of_the_means_of_ranks_fails(pool):
+    for same, alone, wrong in pool.run(compare_padded, 2, 1, 2):
+        assert same < 1e-10 and alone < 1e-10 and wrong > 1e-3
 
 
 def test_refusals():

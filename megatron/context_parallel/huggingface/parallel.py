@@ -121,7 +121,7 @@ def parallelize(
         loss_chunks: number of spans of tokens in which logits are computed; default: from the vocabulary size.
         dropout_seed: for dropout of attention weights. Other dropout uses each rank's PyTorch generator.
         indexer_loss: train indexers that choose keys: this factor times their loss (``cp.sparse_attention``), the mean
-            over the labelled tokens of its sum over layers, is added to the loss when gradients are on.
+            over all tokens of its sum over layers, is added to the loss when gradients are on.
 
     Raises:
         ValueError: the model or its configuration is not supported.
@@ -428,21 +428,24 @@ class ContextParallel:
         count = max(context_part.labelled, 1) if num_items_in_batch is None else num_items_in_batch
         count = count.to(total.device) if isinstance(count, Tensor) else count
         if lessons is not None:
-            taught = _sum_of_lessons(lessons, shift_labels)
-            self.indexer_loss = sum_for_averaged_gradients(self.grid.context, taught.detach() / count)
-            total = total + self._teach * taught
+            taught = _mean_of_lessons(lessons, context_part)
+            self.indexer_loss = sum_for_averaged_gradients(self.grid.context, taught.detach())
+            total = total + self._teach * taught * context_part.labelled
         loss = sum_for_averaged_gradients(self.grid.context, total / count)
         return CausalLMOutputWithPast(loss=loss, hidden_states=output.hidden_states)
 
 
-def _sum_of_lessons(lessons: list[Tensor], targets: Tensor) -> Tensor:
-    """The sum of indexers' losses over layers and over tokens with a target."""
+def _mean_of_lessons(lessons: list[Tensor], part: Part) -> Tensor:
+    """This rank's share of the mean, over all tokens that are not padding, of indexers' losses, summed over layers."""
     if not lessons:
         raise ValueError("indexer_loss, but no indexer has a parameter that is trained: unfreeze them, or leave it out")
     if not all(loss.requires_grad for loss in lessons):
         raise ValueError("indexers learn nothing from gradient checkpointing with use_reentrant=True: use False")
-    counted = targets.ne(IGNORED)
-    return sum(loss[counted].sum() for loss in lessons)
+    each = sum(lessons)
+    if part.lengths is None:
+        return each.sum() / (len(each) * part.layout.seq_length)
+    lengths = torch.tensor(part.lengths, device=each.device)[:, None]
+    return each[part.layout.positions.to(each.device) < lengths].sum() / sum(part.lengths)
 
 
 def _check(model: nn.Module, grid: Grid) -> None:

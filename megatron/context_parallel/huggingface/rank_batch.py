@@ -37,6 +37,7 @@ class Part:
         number: how many batches came before; dropout depends on it.
         scoring: if given, the model returns log-probabilities; options of :func:`decoder_loss.token_scores`.
         whole: the complete batch, for a head that reads all hidden states.
+        lengths: for each sample, its tokens before the padding; None: no sample has any.
     """
 
     layout: SequenceLayout
@@ -46,6 +47,7 @@ class Part:
     number: int
     scoring: Mapping[str, Any] | None = None
     whole: Mapping[str, Any] | None = None
+    lengths: tuple[int, ...] | None = None
 
     def masks(self, window: int | None, ahead: bool = False) -> list[Mask]:
         """One mask for all samples or one for each; for the arguments see ``transformers_attention.Shared``."""
@@ -93,12 +95,13 @@ def cut(
     targets = None if labels is None or head else _same_shape(labels, tokens, "labels")
     if targets is not None and labels_of == "next":
         targets = F.pad(targets, (0, 1), value=IGNORED)[:, 1:]
-    ends = _ends(tokens, positions)
+    ends, lengths = _ends(tokens, positions), None
     for name in FOLLOWING[:2]:
         if batch.get(name) is not None and (len(ends) > 1 or batch[name].tolist() != [0, *ends[0]]):
             raise ValueError(f"{name} and position_ids have different documents: give position_ids that restart")
     if padding is not None:
         ends = _without_padding(ends, _same_shape(padding, tokens, "attention_mask"), targets)
+        lengths = tuple(padding.eq(1).sum(1).tolist())
         if bool(padding.ne(1).any()) and any(batch.get(name) is not None for name in OF_HEADS):
             raise ValueError(
                 f"{OF_HEADS[0]} with padding: the loss of answers reads what padding sees, here other padding: "
@@ -122,7 +125,7 @@ def cut(
         own["num_items_in_batch"] = batch["num_items_in_batch"]
     labelled = None if targets is None else int(targets.ne(IGNORED).sum())
     whole = {name: batch[name] for name in batch if name not in (*FOLLOWING, "num_items_in_batch")} if head else None
-    return own, Part(layout, ends, labelled, int(positions.max()) + 1, number, whole=whole)
+    return own, Part(layout, ends, labelled, int(positions.max()) + 1, number, whole=whole, lengths=lengths)
 
 
 def only_within_documents(batch: Mapping[str, Any]) -> dict[str, Any]:
