@@ -36,6 +36,7 @@ from megatron.context_parallel.linear_attention.short_convolution import short_c
 from megatron.context_parallel.positions.alibi import alibi_slopes
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.context_parallel.sdpa import context_parallel
+from megatron.context_parallel.sparse_attention.blocks import block_attention, choose_blocks
 from megatron.context_parallel.sparse_attention.choice import choose_keys
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
 
@@ -66,7 +67,9 @@ __all__ = [
     "abstract_grid",
     "alibi_slopes",
     "attention",
+    "block_attention",
     "certify",
+    "choose_blocks",
     "choose_keys",
     "context_parallel",
     "current_grid",

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention: a pattern says to which key blocks a query block attends; other blocks are not computed.
 
-Patterns: Longformer (arXiv 2004.05150), BigBird (2007.14062), strided (Sparse Transformer, 1904.10509), or a list.
+Patterns: Longformer (arXiv 2004.05150), BigBird (2007.14062), strided (Sparse Transformer, 1904.10509), a list, or what
+queries choose while the model runs.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Band, Causal, Mask, NarrowedMask
 from megatron.context_parallel.layout.spans import Span, Spans, joined, whole_numbers
+from megatron.platform.streams import to_device
 
 
 class Pattern(Protocol):
@@ -102,6 +105,15 @@ class BlockList:
         return {block for block in self.rows[row] if block < blocks}
 
 
+def _bands(q: Span, kept: Spans, k: Span, within: Mask) -> Iterator[Band]:
+    """The bands of ``within`` between queries and those of the keys ``kept`` that lie in ``k``."""
+    kept = tuple(keys for keys in kept if keys[0] < k[1] and k[0] < keys[1])
+    if kept:
+        for band in within.bands(q, (kept[0][0], kept[-1][1])):
+            for keys in kept:
+                yield from band.clip(keys)
+
+
 @dataclass(frozen=True)
 class BlockSparse(NarrowedMask):
     """Attention between the blocks that ``pattern`` keeps, within another mask.
@@ -144,11 +156,7 @@ class BlockSparse(NarrowedMask):
     def bands(self, q: Span, k: Span) -> Iterator[Band]:
         for row in range(q[0] // self.block, -(-q[1] // self.block)):
             queries = (max(q[0], row * self.block), min(q[1], (row + 1) * self.block))
-            kept = [keys for keys in self.key_spans(row) if keys[0] < k[1] and k[0] < keys[1]]
-            if kept:
-                for band in self.within.bands(queries, (kept[0][0], kept[-1][1])):
-                    for keys in kept:
-                        yield from band.clip(keys)
+            yield from _bands(queries, self.key_spans(row), k, self.within)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         rows = int(q.max()) // self.block + 1
@@ -157,3 +165,38 @@ class BlockSparse(NarrowedMask):
             for start, stop in self.key_spans(row):
                 kept[row, start // self.block : -(-stop // self.block)] = True
         return kept.to(q.device)[q // self.block, k // self.block] & self.within.allowed(q, k)
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBlocks(NarrowedMask):
+    """Attention to key blocks that the queries of each block chose, within another mask.
+
+    It is made for each call. Therefore it is equal only to itself, and what is derived from it must not be cached.
+
+    Attributes:
+        edges: the first position of each block, ascending from 0, and the length of the sequence.
+        chosen: for the queries of each block, the numbers of the key blocks, ascending.
+        within: the mask within these blocks.
+    """
+
+    edges: tuple[int, ...]
+    chosen: Sequence[Sequence[int]]
+    within: Mask = Causal()
+
+    def bands(self, q: Span, k: Span) -> Iterator[Band]:
+        for row in range(bisect_right(self.edges, q[0]) - 1, bisect_left(self.edges, q[1])):
+            queries = (max(q[0], self.edges[row]), min(q[1], self.edges[row + 1]))
+            kept = joined((self.edges[block], self.edges[block + 1]) for block in self.chosen[row])
+            yield from _bands(queries, kept, k, self.within)
+
+    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
+        kept = torch.zeros(len(self.chosen), len(self.edges) - 1, dtype=torch.bool)
+        for row, blocks in enumerate(self.chosen):
+            kept[row, list(blocks)] = True
+        return kept.to(q.device)[block_of(q, self.edges), block_of(k, self.edges)] & self.within.allowed(q, k)
+
+
+def block_of(positions: Tensor, edges: tuple[int, ...]) -> Tensor:
+    """The number of the block of each position; for ``edges`` see :class:`ChosenBlocks`."""
+    inner = torch.tensor(edges[1:-1], dtype=torch.int64)
+    return torch.bucketize(positions, to_device(inner, positions.device), right=True)
