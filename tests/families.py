@@ -101,6 +101,10 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"head_dim": 16},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_n_heads": 2,
+        "index_topk_blocks": 2, "rotary_dim": 4,
+    },
     "prophetnet": {"num_buckets": 32, "relative_max_distance": 128},
     "qwen4_exp": QSA,
     "qwen4_exp_text": QSA,

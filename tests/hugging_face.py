@@ -50,9 +50,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_oss": BOTH_KINDS | MOE | {"head_dim": 8},
     "deepseek_v32": MLA | CHOICE | {"n_group": 2, "topk_group": 1},
     "glm_moe_dsa": MLA | CHOICE | {"indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"], "head_dim": 8, "rotary_dim": 4, "index_n_heads": 2,
+        "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 2, "mlp_layer_types": ["dense"] * 2,
+        "dense_intermediate_size": 48,
+    },
 }
-# transformers makes masks for these that do not separate documents, because the models pass it no position_ids.
-UNPACKED = ("gpt_oss", "opt")
+# transformers makes masks for these that do not separate documents, because the models pass it no position_ids; or the
+# model chooses blocks by position_ids among keys that it counts from the beginning of the sequence (MiniMax-M3).
+UNPACKED = ("gpt_oss", "opt", "minimax_m3_vl_text")
 
 
 def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:

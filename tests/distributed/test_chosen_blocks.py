@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.attention.ring_plan import AttentionPlan
 from megatron.context_parallel.sparse_attention import blocks
 from tests.errors import worst
 from tests.pairs import also_in_full
@@ -41,7 +42,7 @@ def inputs(groups: int, whole: bool) -> dict[str, Tensor]:
 def starts_of(mask) -> list[Tensor]:
     """For each sample, the first position of each position's document."""
     ends = [getattr(one, "ends", (LENGTH,)) for one in (mask if isinstance(mask, list) else [mask] * BATCH)]
-    return [torch.tensor([max((e for e in (0, *row) if e <= at)) for at in range(LENGTH)]) for row in ends]
+    return [torch.tensor([max(e for e in (0, *row) if e <= at) for at in range(LENGTH)]) for row in ends]
 
 
 def allowed(mask) -> Tensor:
@@ -135,3 +136,101 @@ def test_equals_dense_attention_of_the_same_blocks(pool, case):
     if case[2] == "documents":
         case = (*case[:3], "documents", *case[4:])
     assert worst(rank.values() for rank in pool.run(compare, case[0] * case[1], *case)) < 1e-10
+
+
+def compare_in_chunks(ulysses: int, ring: int, chunks: int, name: str, whole_blocks: bool) -> dict[str, float]:
+    """A layer in chunks (FPDT) with the mask of a choice, which is made before."""
+    grid, mask = cp.initialize_grid(ulysses=ulysses, ring=ring), MASKS[name]
+    layout, start = cp.SequenceLayout(LENGTH, grid, chunks=chunks), inputs(1, True)
+    chosen = layout.gather(choose(start, layout, mask, "max", 1, whole_blocks))
+    late = blocks.mask_of_blocks(chosen[:, 0, 0], blocks.block_edges(mask, LENGTH, BLOCK), mask)
+    assert late.pairwise != whole_blocks
+    x = torch.cat([start[key][:, :1].flatten(2) for key in ("q", "k", "v")], dim=2)
+    weight = torch.randn(x.size(2), x.size(2), dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 3
+    sizes = [HEADS * SIZE, KEY_HEADS * SIZE, KEY_HEADS * SIZE]
+
+    def project(x: Tensor, _: int) -> tuple[Tensor, ...]:
+        return tuple(part.unflatten(-1, (-1, SIZE)) for part in (x @ mine).split(sizes, dim=-1))
+
+    mine = weight.clone().requires_grad_()
+    layer = cp.ChunkedLayer(project, lambda out, x, _: out.flatten(2), [mine], layout,
+                            cp.AttentionRule(mask=late, kernel="math", scale=0.3))  # fmt: skip
+    out = layer(layout.shard(x))
+    seen = selection(start, mask, "max", 1, whole_blocks)[:1]
+    theirs = weight.clone().requires_grad_()
+    parts = (part.unflatten(-1, (-1, SIZE)) for part in (x @ theirs).split(sizes, dim=-1))
+    expected = dense(dict(zip(("q", "k", "v"), parts)), seen).flatten(2)
+    factor = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (expected * factor).sum().backward()
+    (out * layout.shard(factor)).sum().backward()
+    dist.all_reduce(mine.grad)
+    return {"out": (out - layout.shard(expected)).abs().max().item(),
+            "grad": (mine.grad - theirs.grad).abs().max().item()}  # fmt: skip
+
+
+CHUNKS = [(u, r, chunks, name, whole) for u, r, chunks in ((1, 1, 4), (1, 2, 2), (2, 2, 2), (2, 1, 4))
+          for name in ("causal", "documents") for whole in (False, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [CHUNKS[6], *also_in_full(*((case,) for case in CHUNKS if case != CHUNKS[6]))], ids=str
+)
+@pytest.mark.usual()
+def test_in_chunks(pool, case):
+    assert worst(rank.values() for rank in pool.run(compare_in_chunks, case[0] * case[1], *case)) < 1e-10
+
+
+def wrong_choices() -> tuple[float, float]:
+    """Differences if each rank chooses among its own keys, and if blocks and choice ignore documents."""
+    layout, x = cp.SequenceLayout(LENGTH, cp.initialize_grid(ring=2)), inputs(2, True)
+    mine = {key: layout.shard(value) for key, value in x.items()}
+    right = choose(x, layout, cp.Causal(), "max", 1, False)
+    alone = cp.SequenceLayout(layout.local_length, cp.abstract_grid())
+    own = cp.choose_blocks(mine["index_q"], mine["index_k"], layout=alone, block=BLOCK, top=TOP)
+    first = layout.positions[own.long().clamp(min=0) * BLOCK] // BLOCK
+    given = {"layout": layout, "block": BLOCK, "kernel": "math", "scale": 0.3}
+    qkv = [mine[key] for key in ("q", "k", "v")]
+    results = [cp.block_attention(*qkv, chosen, **given) for chosen in (right, first.masked_fill(own < 0, -1).int())]
+    expected = dense(x, selection(x, MASKS["documents"], "max", 1, False))
+    across = cp.block_attention(*qkv, right, **given) - layout.shard(expected)
+    return (results[0] - results[1]).abs().max().item(), across.abs().max().item()
+
+
+def test_controls_fail(pool):
+    for shard, across in pool.run(wrong_choices, 2):
+        assert shard > 0.1 and across > 0.1
+
+
+def test_only_chosen_blocks_are_computed_and_sent():
+    grid = cp.abstract_grid(ring=4)
+    layout, x = cp.SequenceLayout(1024, grid), torch.arange(1024)
+    edges = blocks.block_edges(cp.Causal(), 1024, 16)
+    alike = torch.stack((x // 16, x // 32), dim=1).sort(dim=1).values  # its own block and one at half the distance
+    each = torch.where((x % 16 == 3)[:, None], torch.stack((x // 16, x // 48), dim=1).sort(dim=1).values, alike)
+    pairs = {}
+    for name, chosen in (("alike", alike), ("each", each)):
+        mask = blocks.mask_of_blocks(chosen, edges, cp.Causal())
+        plans = [AttentionPlan(layout, mask).ring(rank=rank) for rank in range(4)]
+        pairs[name] = sum(plan.pairs for plan in plans)
+        allowed = int(mask.allowed(x[:, None], x[None]).sum())
+        assert pairs[name] == allowed if name == "alike" else allowed < pairs[name] < 2 * allowed
+    assert pairs["alike"] < 0.07 * 1024 * 1025 / 2 and pairs["each"] < 0.1 * 1024 * 1025 / 2
+
+
+def test_all_blocks_chosen_is_dense_attention():
+    layout, x = cp.SequenceLayout(LENGTH, cp.abstract_grid()), inputs(2, False)
+    chosen = cp.choose_blocks(x["index_q"], x["index_k"], layout=layout, block=BLOCK, top=LENGTH)
+    out = cp.block_attention(x["q"], x["k"], x["v"], chosen, layout=layout, block=BLOCK, kernel="math", scale=0.3)
+    assert (out - dense(x, allowed(cp.Causal())[:, None])).abs().max() < 1e-12
+
+
+def test_refusals():
+    layout, x = cp.SequenceLayout(LENGTH, cp.abstract_grid()), inputs(2, False)
+    for sizes in ({"block": 0, "top": 1}, {"block": 4, "top": 0}, {"block": 4, "top": 1, "local": 2}):
+        with pytest.raises(ValueError, match="local: not possible"):
+            cp.choose_blocks(x["index_q"], x["index_k"], layout=layout, **sizes)
+    with pytest.raises(ValueError, match="paths of a tree"):
+        mask = cp.Documents(cp.Tree((20, 64), (-1, 0)))
+        cp.choose_blocks(x["index_q"], x["index_k"], layout=layout, block=4, top=2, mask=mask)
+    with pytest.raises(ValueError, match="3 groups do not divide 8 heads"):
+        cp.block_attention(x["q"], x["k"], x["v"], torch.zeros(LENGTH, BATCH, 3, 1), layout=layout, block=4)

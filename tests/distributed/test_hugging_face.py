@@ -66,6 +66,8 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 SHORT = {"max_position_embeddings": 16}
 CHUNKS = Fpdt(chunk_size=16)
+EXACT = {"dtype": torch.float64, "kernel": "math"}
+SIX = [(1, 1), (2, 1), (1, 2), (2, 2), (1, 4), (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,7 @@ CHUNKS = Fpdt(chunk_size=16)
         *also_in_full(
             (4, {"kind": "deepseek_v32", "fpdt": CHUNKS}),
             (2, {"kind": "deepseek_v32", "fpdt": Fpdt(24, recompute=True), "ulysses": 1, "packed": False}),
+            *((u * r, EXACT | {"kind": "minimax_m3_vl_text", "ulysses": u, "packed": False}) for u, r in SIX),
             (4, {"kind": "mixtral", "fpdt": CHUNKS}),
             (4, {"kind": "phi3", "fpdt": Fpdt(16, recompute=True)}),
             (4, {"kind": "qwen3", "fpdt": CHUNKS, "dtype": torch.float64, "kernel": "math"}),

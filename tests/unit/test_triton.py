@@ -23,6 +23,7 @@ from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tile, Tiles, tiles
 from megatron.context_parallel.layout.tree import Tree
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.context_parallel.sparse_attention.blocks import block_edges, mask_of_blocks
 from megatron.decisions.block_sizes import INTERPRETED, Blocks
 from megatron.simulator.machines.machine_file import load
 from megatron.training.model.attention_rule import measured_blocks
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_tri
 
 # 90 tokens on a zigzag ring of two: queries of rank 0, then the keys of rank 0 and those of rank 1.
 ZIGZAG = {"q_at": ((0, 23), (67, 90)), "blocks": (((0, 23), (67, 90)), ((23, 67),))}
+EDGES = block_edges(Causal(), 90, 16)
 MASKS = {
     "causal": Causal(),
     "full": Full(),
@@ -44,6 +46,8 @@ MASKS = {
     "documents": Documents((13, 40, 41, 90)),
     "tree": Documents(Tree((13, 40, 41, 60, 90), (-1, 0, 0, 2, 2))),
     "function": MaskFunction(some_pairs, Causal()),
+    "chosen blocks": mask_of_blocks(torch.tensor([[n // 32, n // 16] for n in range(90)]), EDGES, Causal()),
+    "blocks of each query": mask_of_blocks(torch.tensor([[n % 3, n // 16] for n in range(90)]), EDGES, Causal()),
 }
 CAP = {"softcap": 2.0}
 EXTRAS = {
@@ -66,7 +70,7 @@ def check(errors: dict[str, float], limit: float = 5e-6) -> None:
     assert all(error < limit for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("mask", ["two-sided", "function"])
+@pytest.mark.parametrize("mask", ["two-sided", "function", "chosen blocks", "blocks of each query"])
 @pytest.mark.usual(1)
 def test_masks_on_a_ring(interpreted, mask):
     check(interpreted(triton_cases.errors, Case(MASKS[mask], **ZIGZAG)))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of transformers whose queries choose their keys, over ranks: DeepSeek V3.2, GLM-5, A.X K2, dots3.
+"""Layers of transformers whose queries choose their keys, over ranks: DeepSeek V3.2, GLM-5, A.X K2, dots3, MiniMax-M3.
 
 transformers makes the keys and values of every head and a mask with s x s entries. Here the up-projection goes to the
 queries and to the result instead: all heads share the latents as keys, and only latents and the indexer's keys are
 gathered over the ranks.
 
 transformers does not train the indexer. With the argument ``indexer_loss`` of ``parallelize`` it learns from attention.
+
+MiniMax-M3 chooses blocks of keys. Its indexer only asks here; the attention function, which knows the mask, chooses.
 """
 
 from __future__ import annotations
@@ -202,3 +204,34 @@ def _index(
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     return Indexer(q, k, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale))
+
+
+class Question(NamedTuple):
+    """What chooses blocks of keys: queries [b, s, groups, d], keys [b, s, d], and sizes as for ``cp.choose_blocks``."""
+
+    q: Tensor
+    k: Tensor
+    block: int
+    top: int
+    local: int
+
+
+def asks_for_blocks(module: nn.Module) -> bool:
+    """Whether a module is an indexer for blocks of keys, in a form that is known here."""
+    return type(module).__name__ == "MiniMaxM3VLIndexer"
+
+
+@torch.no_grad()
+def forward_with_question(
+    indexer: nn.Module,
+    usual: Callable[..., Any],
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    *_: Any,
+) -> Question:
+    """The forward of a module with :func:`asks_for_blocks`; its result becomes ``block_indices`` of attention."""
+    q = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(-1, (-1, indexer.head_dim)))
+    k = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(-1, (1, -1)))
+    cos, sin = (x[..., : indexer.head_dim] for x in position_embeddings)
+    q, k = sys.modules[type(indexer).__module__].apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    return Question(q, k.squeeze(2), indexer.block_size, indexer.topk_blocks, indexer.local_blocks)

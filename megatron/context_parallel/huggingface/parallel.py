@@ -35,7 +35,13 @@ from megatron.context_parallel.huggingface.decoder_loss import (
     token_scores,
 )
 from megatron.context_parallel.huggingface.fpdt_layers import Fpdt, chunked_layers
-from megatron.context_parallel.huggingface.indexed_layers import chooses_keys, forward_by_choice, hands_on_choice
+from megatron.context_parallel.huggingface.indexed_layers import (
+    asks_for_blocks,
+    chooses_keys,
+    forward_by_choice,
+    forward_with_question,
+    hands_on_choice,
+)
 from megatron.context_parallel.huggingface.linear_layers import (
     MIXER,
     OverRanks,
@@ -86,7 +92,7 @@ def pass_length(module: nn.Module, longest: Callable[[], int]) -> list[Removable
 PART = "context_part"  # the entry of a cut batch with its Part
 REFUSED = ("output_attentions", "output_router_logits", "use_cache")
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
-CHOICE = "indexed_attention"
+CHOICES = {"indexed_attention": chooses_keys, "minimax_m3_sparse": asks_for_blocks}
 STATE_KINDS = ("linear_attention", "hybrid")  # hybrid: with a state and with attention
 OTHER_KINDS = ("mlp", "moe")  # layers that mix no tokens
 
@@ -317,6 +323,11 @@ class ContextParallel:
                 what = "hands on its choice of keys" if hands_on_choice(module) else "learns from indexer_loss"
                 raise ValueError(f"{type(module).__name__} {what}, which FPDT does not support: leave fpdt out")
             self._replace_forward(module, forward_by_choice)
+        for module in filter(asks_for_blocks, model.modules()):
+            if fpdt is not None:
+                who = type(module).__name__
+                raise ValueError(f"{who} chooses blocks of keys, which FPDT does not support: leave fpdt out")
+            self._replace_forward(module, forward_with_question)
         if states:  # not every causal language model hands its keyword arguments on to its base model
             hook = model.base_model.register_forward_pre_hook(self._add_mixer, with_kwargs=True)
             self._undo.append(hook.remove)
@@ -466,7 +477,7 @@ def _check(model: nn.Module, grid: Grid) -> None:
         if getattr(config, name, False) or getattr(model.config, name, False):
             raise ValueError(f"the model's configuration has {name}=True, not supported over ranks: turn it off")
     for kind in getattr(config, "layer_types", None) or ():
-        checks = {CHOICE: chooses_keys, **dict.fromkeys(STATE_KINDS, has_state)}
+        checks = {**CHOICES, **dict.fromkeys(STATE_KINDS, has_state)}
         known = kind in checks and any(map(checks[kind], model.modules()))
         if kind not in (*ATTENTION_KINDS, *OTHER_KINDS) and not known:
             raise ValueError(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from megatron.context_parallel.huggingface.decoder_loss import labels_of
-from megatron.context_parallel.huggingface.indexed_layers import chooses_keys
+from megatron.context_parallel.huggingface.indexed_layers import Question, chooses_keys
 from megatron.context_parallel.huggingface.linear_layers import MIXER, Alone, has_state
 from megatron.context_parallel.huggingface.transformers_attention import Call, NotCausal, masks_by
 
@@ -36,6 +36,10 @@ class _Alone:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         self.heads.add((q.size(1), k.size(1)))
         return v.repeat_interleave(q.size(1) // v.size(1), dim=1).transpose(1, 2).contiguous()
+
+    def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call, asked: Question) -> Tensor:
+        self.heads.add((q.size(1) // asked.q.size(2), k.size(1) // asked.q.size(2)))  # each group is cut by itself
+        return _Alone(self.window, self.ahead, set()).attend(q, k, v, call)
 
     def choose(self, q: Tensor, k: Tensor, weights: Tensor, top_k: int) -> Tensor:
         return torch.arange(q.size(1), device=q.device)[None, :, None].expand(q.size(0), -1, 1)

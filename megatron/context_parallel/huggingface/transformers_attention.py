@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.usp import attention_by_rule
+from megatron.context_parallel.huggingface.indexed_layers import Question
 from megatron.context_parallel.huggingface.rank_batch import Part
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.context_parallel.sparse_attention.blocks import block_attention, choose_blocks
 from megatron.context_parallel.sparse_attention.choice import choose_keys
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
 
@@ -142,6 +144,17 @@ class Shared:
         return out.transpose(0, 1)
 
 
+    def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call, asked: Question) -> Tensor:
+        if call.dropout or call.softcap or call.sinks is not None:
+            raise ValueError("chosen blocks with dropout of attention, a soft-cap or sinks: not supported over ranks")
+        where = {"layout": self.part.layout, "block": asked.block, "mask": self.part.masks(self.window)}
+        index = (x.transpose(0, 1) for x in (asked.q, asked.k))
+        chosen = choose_blocks(*index, top=asked.top, local=asked.local, **where)
+        q, k, v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+        out = block_attention(q, k, v, chosen, kernel=self.kernel, scale=call.scale, **where)
+        return out.transpose(0, 1).contiguous()
+
+
 @dataclass(frozen=True)
 class NotCausal:
     """A mask that is refused only when attention uses it: some decoders make masks that they never use."""
@@ -161,6 +174,7 @@ def attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    block_indices: Question | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of :data:`NAME`: [b, heads, s_local, d] -> [b, s_local, heads, d].
@@ -185,6 +199,8 @@ def attend(
     if sliding_window not in (None, window) and not attention_mask.ahead:  # the mask counts to either side
         raise ValueError(f"{who} has a window of {sliding_window} tokens, but its mask one of {window}: not supported")
     call = Call(window, getattr(module, "layer_idx", None) or 0, scaling, softcap, s_aux, dropout)
+    if block_indices is not None:
+        return attention_mask.attend_blocks(query, key, value, call, block_indices), None
     return attention_mask.attend(query, key, value, call), None
 
 
