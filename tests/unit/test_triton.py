@@ -36,7 +36,8 @@ pytestmark = pytest.mark.skipif(missing_triton() is not None, reason=missing_tri
 
 # 90 tokens on a zigzag ring of two: queries of rank 0, then the keys of rank 0 and those of rank 1.
 ZIGZAG = {"q_at": ((0, 23), (67, 90)), "blocks": (((0, 23), (67, 90)), ((23, 67),))}
-EDGES = block_edges(Causal(), 90, 16)
+LONGEST = 577  # of the sequences of these tests
+EDGES = block_edges(Causal(), LONGEST, 16)
 MASKS = {
     "causal": Causal(),
     "full": Full(),
@@ -46,8 +47,8 @@ MASKS = {
     "documents": Documents((13, 40, 41, 90)),
     "tree": Documents(Tree((13, 40, 41, 60, 90), (-1, 0, 0, 2, 2))),
     "function": MaskFunction(some_pairs, Causal()),
-    "chosen blocks": mask_of_blocks(torch.tensor([[n // 32, n // 16] for n in range(90)]), EDGES, Causal()),
-    "blocks of each query": mask_of_blocks(torch.tensor([[n % 3, n // 16] for n in range(90)]), EDGES, Causal()),
+    "chosen blocks": mask_of_blocks(torch.tensor([[n // 32, n // 16] for n in range(LONGEST)]), EDGES, Causal()),
+    "blocks of each query": mask_of_blocks(torch.tensor([[n % 3, n // 16] for n in range(LONGEST)]), EDGES, Causal()),
 }
 CAP = {"softcap": 2.0}
 EXTRAS = {

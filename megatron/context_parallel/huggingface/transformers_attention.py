@@ -143,7 +143,6 @@ class Shared:
             self.lessons.append(loss.transpose(0, 1))
         return out.transpose(0, 1)
 
-
     def attend_blocks(self, q: Tensor, k: Tensor, v: Tensor, call: Call, asked: Question) -> Tensor:
         if call.dropout or call.softcap or call.sinks is not None:
             raise ValueError("chosen blocks with dropout of attention, a soft-cap or sinks: not supported over ranks")
