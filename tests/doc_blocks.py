@@ -37,7 +37,19 @@ CANNOT = {
     "--from old --to out/new": "`old` stands for a checkpoint of the reader's",
     "/data/text_document": "/data and the tokenizer stand for the reader's files",
     "rank-0.json.gz rank-1.json.gz": "needs the traces of a run on GPUs",
+    "--load out/needle/model-16384": "needs half an hour of examples/needle/quickstart.sh, as the page says",
     "FUZZ=10000": "takes hours; the laboratory draws 100 inputs for each reader",
+}
+# What a page tells its reader in words: part of the block, and what is run before it.
+BEFORE = {
+    "--load out/reward": """torchrun --standalone --nproc-per-node 4 pretrain_gpt.py --reward-model --save out/reward \\
+    --data-path out/dpo/pairs.jsonl --load out/dpo/model --finetune --use-checkpoint-args \\
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model out/dpo/model --split 95,5,0 --seq-length 512 \\
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 1e-3 --context-parallel-size 4 --eval-iters 0
+""",
+    "python tools/plot_run.py out/log.jsonl": """[ -e out/log.jsonl ] ||
+    bash examples/llama/pretrain_tiny_cpu.sh --log-jsonl out/log.jsonl
+""",
 }
 
 
@@ -75,7 +87,8 @@ def run_page(page: Path, clone: Path, minutes: float) -> Iterator[dict]:
                 yield result | {"result": "not run", "why": block.cannot}
                 continue
             begin = time.monotonic()
-            code, output = run_block(block.text, clone, state, 60 * minutes)
+            before = "".join(text for part, text in BEFORE.items() if part in block.text)
+            code, output = run_block(before + block.text, clone, state, 60 * minutes)
             good = code is not None and (code != 0) == block.refused
             seconds, end = round(time.monotonic() - begin, 1), output[-200 if good else -20000 :]
             result |= {"result": "ok" if good else "stopped" if code is None else "failed", "code": code}

@@ -364,9 +364,11 @@ def positions_at(config: Config, before: int, length: int, rope: str) -> tuple[C
         "--yarn-rotary-scaling-factor": [f"{factor:g}"],
         "--yarn-original-max-position-embeddings": [str(before)],
     }
+    longer = model.max_position_embeddings or 0
+    reaches = f", or if the checkpoint knows {longer:,} positions, as the script says" if longer >= length else ""
     return changes, (
         f"Rotary positions: YaRN, factor {factor:g} from {explain.count(before)} tokens; --rope base gives "
-        f"--rotary-base {base} in its place; from scratch, --rope keep. {resume}"
+        f"--rotary-base {base} in its place; from scratch{reaches}: --rope keep. {resume}"
     )
 
 

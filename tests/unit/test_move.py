@@ -120,6 +120,14 @@ def test_positions_reach_the_length(flags: str, rope: str, expected: dict[str, l
     assert bool(rotary) == bool(expected)
 
 
+def test_a_script_whose_model_knows_the_length_is_told_of_rope_keep():
+    words = "--hidden-size 64 --num-attention-heads 1 --max-position-embeddings 40960 --position-embedding-type rope"
+    config = parse(f"{words} --seq-length 4096".split())
+    said = {length: move.positions_at(config, 4096, length, "yarn")[1] for length in (32768, 65536)}
+    assert "knows 40,960 positions, as the script says: --rope keep" in said[32768]
+    assert "as the script says" not in said[65536]
+
+
 @pytest.mark.lab
 def test_a_moved_scripts_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]):
     code, text = moved("llama_torchrun.sh", capsys, "--html", "plans.html")
