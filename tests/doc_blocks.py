@@ -37,6 +37,7 @@ CANNOT = {
     "--from old --to out/new": "`old` stands for a checkpoint of the reader's",
     "/data/text_document": "/data and the tokenizer stand for the reader's files",
     "rank-0.json.gz rank-1.json.gz": "needs the traces of a run on GPUs",
+    "matrix.py --lab": "installs four libraries and runs for an hour; the laboratory does it",
     "--load out/needle/model-16384": "needs half an hour of examples/needle/quickstart.sh, as the page says",
     "FUZZ=10000": "takes hours; the laboratory draws 100 inputs for each reader",
 }

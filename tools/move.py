@@ -196,6 +196,8 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
     if args.html:
         from megatron.simulator.planner.page import page
 
+        theirs = [*words, "--data-path", "DATA"] if unknown else words
+        report = replace(report, words=tuple(theirs))  # without what stands in for the tokenizer and the data here
         others = explain.alternatives(plan, problem, results.known)
         replace_file(args.html, page(report, results, others, run_words(run, about) if run else ""))
     return 0

@@ -134,3 +134,8 @@ def test_a_moved_scripts_dry_run(folder: Path, capsys: pytest.CaptureFixture[str
     assert code == 0 and "Plan and dry run" in text and "│ fits" in text and "+    --seq-length" not in text
     page = (folder / "plans.html").read_text()
     assert "GPU-hours" in page and "--mock-data" in page  # the script's own data
+    script = (folder / "llama_torchrun.sh").read_text().replace("--mock-data", "--data-path $(python blend.py)")
+    (folder / "blend.sh").write_text(script)
+    assert moved("blend.sh", capsys, "--no-dry-run", "--html", "blend.html")[0] == 0
+    page = (folder / "blend.html").read_text()
+    assert "--data-path DATA" in page and "--mock-data" not in page  # of which only the user knows
