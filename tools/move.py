@@ -448,7 +448,8 @@ def rewritten(job: Job, wanted: list[list[str]], target: Target) -> tuple[str, l
             continue
         have = plain_values(options(now.flags))
         folders = (job.script.resolve().parent, job.folder)
-        wrong = {flag for flag in {*have, *new} if not _same(flag, have.get(flag), new.get(flag), folders)}
+        named = {flag for flag in {*have} & {*new} if old.get(flag) == new[flag] and made_of_words(new[flag])}
+        wrong = {flag for flag in {*have, *new} - named if not _same(flag, have.get(flag), new.get(flag), folders)}
         if not wrong:
             break
         literal |= wrong
@@ -461,6 +462,11 @@ def rewritten(job: Job, wanted: list[list[str]], target: Target) -> tuple[str, l
 def plain_values(given: list[list[str]]) -> dict[str, list[str]]:
     """The values of each flag; none for a flag that is switched on by `true`."""
     return {flag: [] if values == ["true"] else values for flag, *values in given}
+
+
+def made_of_words(values: list[str]) -> bool:
+    """Whether values are names, which a script may make of its settings: a folder of results, a run's name."""
+    return any(re.search("[A-Za-z_]{3}", value) for value in values)
 
 
 def launched(job: Job, text: str, name: str) -> Launch | None:

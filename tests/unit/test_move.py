@@ -73,7 +73,8 @@ def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureF
     before = (folder / "gpt_slurm.sbatch").read_text()
     changes = {"layers 48": "layers 4", "size 8192": "size 1024", "parallel-size 3": "parallel-size 1"}
     computed = "S=4096\nTOKENS=4096000000\nBATCH=$((TOKENS / 8000000))\nCMD="
-    changes |= {"CMD=": computed, "length 4096": "length $S", "size 512": "size $BATCH"}
+    changes |= {"CMD=": computed, "length 4096": "length $S --wandb-exp-name run_$S --wandb-project p"}
+    changes |= {"size 512": "size $BATCH"}
     changes |= {"samples 1000000": "samples $((TOKENS / S)) --lr-warmup-samples $((BATCH * 10))"}
     for old, new in changes.items():
         before = before.replace(old, new)
@@ -85,6 +86,7 @@ def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureF
     assert "USD (prices: round example numbers: use your own prices)" in text and "GPU-hours" in text
     assert "\n-#SBATCH --nodes=4\n+#SBATCH --nodes=1\n" in text and "\n+S=32768\n" in text
     assert "--train-samples $((TOKENS / S))" in (folder / "moved.sbatch").read_text()  # as before, at another length
+    assert "--wandb-exp-name run_$S " in (folder / "moved.sbatch").read_text()  # a name made of settings
     assert "--global-batch-size 64 " in text  # no longer what the script computes
     kept = [line for line in before.splitlines() if "srun" in line or "LAUNCHER" in line or "--data-path" in line]
     result = (folder / "moved.sbatch").read_text()
