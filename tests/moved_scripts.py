@@ -37,7 +37,7 @@ LENGTH = "32K"
 # Flags of a moved command that name files of the author's, or programs that are not installed here.
 FILES = "data-path tokenizer-type tokenizer-model vocab-file merge-file save load tensorboard-dir wandb-project split"
 FILES += " exit-on-missing-checkpoint async-save enable-hf2mg-convert wandb-exp-name data-cache-path"
-FILES += " use-checkpoint-args train-data-path valid-data-path test-data-path"
+FILES += " use-checkpoint-args train-data-path valid-data-path test-data-path finetune padded-vocab-size"
 
 
 def moved(clones: Path, script: dict[str, Any], diffs: Path | None) -> dict[str, Any]:
