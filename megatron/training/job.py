@@ -55,6 +55,7 @@ from megatron.training.model.optimizer import build_optimizer, build_schedule, w
 from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.report.layer_traffic import describe_layers
 from megatron.training.settings.config import Config
+from megatron.training.settings.kinds.layer_patterns import linear_layers
 from megatron.training.setup import Runtime, batch_plans
 
 
@@ -326,7 +327,7 @@ def describe(job: Job) -> Iterator[str]:
         f"({runtime.layout.balance}); attention kernel {config.attention.attention_kernel}, "
         f"layers {config.model.transformer_impl}"
     )
-    if config.model.experimental_attention_variant or config.model.is_hybrid_model:
+    if any(linear_layers(config.model)):
         yield f"linear-attention and SSM layers: kernel {config.attention.linear_attention_kernel}"
     yield from describe_layers(config)
     yield (
