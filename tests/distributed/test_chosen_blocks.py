@@ -152,14 +152,16 @@ def compare_in_chunks(ulysses: int, ring: int, chunks: int, name: str, whole_blo
     def project(x: Tensor, _: int) -> tuple[Tensor, ...]:
         return tuple(part.unflatten(-1, (-1, SIZE)) for part in (x @ mine).split(sizes, dim=-1))
 
-    mine = weight.clone().requires_grad_()
-    layer = cp.ChunkedLayer(project, lambda out, x, _: out.flatten(2), [mine], layout,
-                            cp.AttentionRule(mask=late, kernel="math", scale=0.3))  # fmt: skip
+    def output(out: Tensor, x: Tensor, _: int) -> Tensor:  # of the shape of x
+        return torch.cat((out.flatten(2), x[..., sizes[0] :]), dim=2)
+
+    mine, rule = weight.clone().requires_grad_(), cp.AttentionRule(mask=late, kernel="math", scale=0.3)
+    layer = cp.ChunkedLayer(project, output, [mine], layout, rule)
     out = layer(layout.shard(x))
     seen = selection(start, mask, "max", 1, whole_blocks)[:1]
     theirs = weight.clone().requires_grad_()
     parts = (part.unflatten(-1, (-1, SIZE)) for part in (x @ theirs).split(sizes, dim=-1))
-    expected = dense(dict(zip(("q", "k", "v"), parts)), seen).flatten(2)
+    expected = output(dense(dict(zip(("q", "k", "v"), parts)), seen), x, 0)
     factor = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (expected * factor).sum().backward()
     (out * layout.shard(factor)).sum().backward()
