@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
@@ -17,6 +19,7 @@ from hypothesis import settings  # noqa: E402
 
 import tests.properties  # noqa: E402, F401 (the profiles)
 from tests.distributed.pool import Pool  # noqa: E402
+from tests.patience import patience  # noqa: E402
 from tests.shared import Shared  # noqa: E402
 
 settings.load_profile("ci")  # --hypothesis-profile is read later and replaces it
@@ -149,3 +152,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if more := config.stash[DESELECTED]:
         counts = ", ".join(f"{count} {option}" for option, count in more.items())
         terminalreporter.write_line(f"more tests run: {counts}")
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
+    """Calls a function that compiles Triton kernels in a separate process, where Triton's interpreter is off."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TRITON_INTERPRET", raising=False)
+            patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+            started = process.submit(abs, 0)
+        started.result(patience(60))
+        yield lambda function, *arguments: process.submit(function, *arguments).result(patience(300))

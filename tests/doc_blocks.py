@@ -37,7 +37,7 @@ CANNOT = {
     "--from old --to out/new": "`old` stands for a checkpoint of the reader's",
     "/data/text_document": "/data and the tokenizer stand for the reader's files",
     "rank-0.json.gz rank-1.json.gz": "needs the traces of a run on GPUs",
-    "matrix.py --lab": "installs four libraries and runs for an hour; the laboratory does it",
+    "matrix.py --lab": "installs the libraries and runs for an hour",
     "--load out/needle/model-16384": "needs half an hour of examples/needle/quickstart.sh, as the page says",
     "FUZZ=10000": "takes hours; the laboratory draws 100 inputs for each reader",
 }
@@ -65,10 +65,15 @@ class Block(NamedTuple):
         return next((why for part, why in CANNOT.items() if part in self.text), "")
 
 
+def code_blocks(text: str, language: str) -> list[tuple[str, str]]:
+    """The code blocks of a page's text, each as (words after the language, code)."""
+    return re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def blocks(page: Path) -> list[Block]:
     """The page's bash blocks; README has indented ones, without "..." in them."""
     text = (ROOT / page).read_text()
-    found = re.findall(r"^```bash\b *(.*?)$\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = code_blocks(text, "bash")
     if page.name == "README.md" and page.parent == Path():
         indented = re.findall(r"(?m)^ {4}((?:bash|python|torchrun) (?:.*\\\n)*.*)$", text)
         found = [("", command) for command in indented if "..." not in command]

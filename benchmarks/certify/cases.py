@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -184,6 +185,15 @@ def whole(case: Case, mean_of_means: bool = False) -> cp.Outcome:
         loss.backward()
         total += loss.detach()
     return finish(model, total, case)
+
+
+def summed(model: nn.Module, loss: Tensor, case: Case, positions: Tensor | None = None) -> cp.Outcome:
+    """The outcome of a loss and gradients that are sums over the ranks."""
+    dist.all_reduce(loss)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+    return finish(model, loss, case, positions)
 
 
 def finish(

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -20,13 +19,10 @@ from torch.distributed.tensor.experimental import _attention, context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import megatron.context_parallel as cp
-from benchmarks.certify.cases import HEADS, LENGTH, Case, NotApplicable, counted, finish, share, shifted, whole
+from benchmarks.certify.cases import HEADS, LENGTH, Case, NotApplicable, counted, share, shifted, summed, whole
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-LOSS_OF_EXPERTS = "the loss that balances experts is the user's program"
-ONLY_ATTENTION = "it splits attention, no other layers"
 
 
 def step(case: Case, ranks: int = 1, kernel: bool = True) -> cp.Outcome:
@@ -37,10 +33,7 @@ def step(case: Case, ranks: int = 1, kernel: bool = True) -> cp.Outcome:
     """
     if ranks == 1:
         return whole(case)
-    if case.experts:
-        raise NotApplicable(LOSS_OF_EXPERTS)
-    if case.hybrid:
-        raise NotApplicable(ONLY_ATTENTION)
+    attention_alone(case)
     if case.dropout:
         raise NotApplicable("needs a GPU: the kernel for CPUs has no dropout")
     allowed = mask_of(case)
@@ -61,11 +54,15 @@ def step(case: Case, ranks: int = 1, kernel: bool = True) -> cp.Outcome:
                 loss = share(logits, buffers[2], count)
                 loss.backward()
             total += loss.detach()
-    dist.all_reduce(total)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-    return finish(model, total, case, own[0])
+    return summed(model, total, case, own[0])
+
+
+def attention_alone(case: Case) -> None:
+    """Leave out what PyTorch's context parallelism is not about. Raises NotApplicable."""
+    if case.experts:
+        raise NotApplicable("the loss that balances experts is the user's program")
+    if case.hybrid:
+        raise NotApplicable("it splits attention, no other layers")
 
 
 def causal_by_flag(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._attention import _context_parallel_shard, _ContextParallel
@@ -23,8 +22,8 @@ from torch.nn.attention import flex_attention as flex
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import megatron.context_parallel as cp
-from benchmarks.certify.cases import LENGTH, Case, NotApplicable, counted, finish, share, shifted, whole
-from benchmarks.certify.with_pytorch import LOSS_OF_EXPERTS, ONLY_ATTENTION
+from benchmarks.certify.cases import LENGTH, Case, NotApplicable, counted, share, shifted, summed, whole
+from benchmarks.certify.with_pytorch import attention_alone
 
 
 def step(case: Case, ranks: int = 1, balanced: bool = True) -> cp.Outcome:
@@ -35,10 +34,7 @@ def step(case: Case, ranks: int = 1, balanced: bool = True) -> cp.Outcome:
     """
     if ranks == 1:
         return whole(case)
-    if case.experts:
-        raise NotApplicable(LOSS_OF_EXPERTS)
-    if case.hybrid:
-        raise NotApplicable(ONLY_ATTENTION)
+    attention_alone(case)
     if case.dropout:
         raise NotApplicable("flex_attention has no dropout")
     mesh = init_device_mesh("cpu", (ranks,))
@@ -61,11 +57,7 @@ def step(case: Case, ranks: int = 1, balanced: bool = True) -> cp.Outcome:
             loss = share(logits, labels, count)
             loss.backward()
             total += loss.detach()
-    dist.all_reduce(total)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-    return finish(model, total, case, own[0])
+    return summed(model, total, case, own[0])
 
 
 def mask_of(case: Case) -> Any:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megatron.context_parallel as cp
 from benchmarks.certify import flash_attn_on_a_cpu
-from benchmarks.certify.cases import Case, NotApplicable, counted, finish, share, shifted, whole
+from benchmarks.certify.cases import Case, NotApplicable, counted, share, shifted, summed, whole
 
 
 def step(case: Case, ranks: int = 1) -> cp.Outcome:
@@ -37,14 +37,3 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
         loss.backward()
         total += loss.detach()
     return summed(model, total, case)
-
-
-def summed(
-    model: torch.nn.Module, total: torch.Tensor, case: Case, positions: torch.Tensor | None = None
-) -> cp.Outcome:
-    """The outcome of losses and gradients that are sums over the ranks."""
-    dist.all_reduce(total)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-    return finish(model, total, case, positions)

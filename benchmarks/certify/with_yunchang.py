@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import megatron.context_parallel as cp
 from benchmarks.certify import flash_attn_on_a_cpu
-from benchmarks.certify.cases import LENGTH, Case, NotApplicable, counted, share, shifted, whole
-from benchmarks.certify.with_ring_flash_attn import summed
+from benchmarks.certify.cases import LENGTH, Case, NotApplicable, counted, share, shifted, summed, whole
 
 
 def step(case: Case, ulysses: int = 1, ring: int = 1) -> cp.Outcome:

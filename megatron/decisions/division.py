@@ -2,7 +2,8 @@
 """How work is divided, for context_parallel and for the formulas.
 
 These functions distribute heads over Ulysses ranks (DeepSpeed-Ulysses paper, section 3.1), also if there are fewer
-key/value heads than ranks. They choose the order of FPDT's loops, and give the unit of sequence lengths.
+key/value heads than ranks. They give the order of FPDT's loops, the layers that choose keys, and the unit of sequence
+lengths.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ def goes_by_keys(heads: int, kv_heads: int, itemsize: int) -> bool:
     By queries, each tile copies k, v and their fp32 gradients, in and out; by keys, q, out, dout and dq.
     """
     return heads * (3 * itemsize + 8) < kv_heads * (2 * itemsize + 16)
+
+
+def choosing_layer(layer: int, every: int, own: int) -> int:
+    """The layer, from 1, whose choice of keys a layer uses: the first ``own`` choose, then every ``every``-th."""
+    return layer - max(layer - max(own, 1), 0) % every
 
 
 def pieces_together(rows: int, hidden_size: int, itemsize: int) -> int:

@@ -88,6 +88,7 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
 
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
     config = parse(command, defaults, world, without_length)
+    check_layers(config)
     check_mask(config)
     check_experts(config, load)
     return config, saved
@@ -127,15 +128,19 @@ def check_experts(config: Config, load: str) -> None:
         )
 
 
-def check_mask(config: Config) -> None:
-    """Refuse masks with which a token attends to later ones, or that depend on the length of the sequence."""
-    attention = config.attention
-    mask = attention.attention_mask
+def check_layers(config: Config) -> None:
+    """Refuse layers that have no cache."""
     if config.model.experimental_attention_variant == "dsa":
         raise Refusal(
             "--experimental-attention-variant dsa is not for generation: its cache has no keys of the indexer; convert "
             "the checkpoint with tools/convert_hf.py, and generate with transformers"
         )
+
+
+def check_mask(config: Config) -> None:
+    """Refuse masks with which a token attends to later ones, or that depend on the length of the sequence."""
+    attention = config.attention
+    mask = attention.attention_mask
     if config.data.reset_attention_mask:
         raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
     if attention.sees_ahead:

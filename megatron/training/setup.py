@@ -182,7 +182,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         ahead=config.model.mtp_num_layers or 0,
         has_experts=config.model.num_experts is not None,
-        layers_have_loss=DSA.chosen(vars(config.model)),
+        layers_have_loss=DSA.chosen(vars(config.model)) and bool(config.model.dsa_indexer_loss_coeff),
     )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
@@ -200,18 +199,6 @@ def test_kernels_of_the_choice():
         cp.choose_keys(q, q[:, :, 0], q[..., 0], **given, kernel="flash")
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
-    """Compiles in a separate process, where Triton's interpreter is off."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-            started = process.submit(abs, 0)
-        started.result(patience(60))
-        yield lambda *arguments: process.submit(_resources, *arguments).result(patience(300))
-
-
 def _resources(capability: int, heads: int, key_heads: int, shared: bool) -> dict:
     from benchmarks.triton_compile import chosen_example, resources
 
@@ -226,7 +213,7 @@ SHAPES = [(128, 1, True), (16, 1, True), (64, 4, False)]
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("heads, key_heads, shared", SHAPES)
 def test_compiled(compiler, capability, heads, key_heads, shared):
-    for name, taken in compiler(capability, heads, key_heads, shared).items():
+    for name, taken in compiler(_resources, capability, heads, key_heads, shared).items():
         assert taken.programs >= 1, (name, "more shared memory or registers than a multiprocessor has")
         assert taken.products or name == "add", name
         assert not any(loop.spills for loop in taken.loops) and taken.spills <= 64, (name, taken)

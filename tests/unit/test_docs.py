@@ -22,6 +22,7 @@ import megatron.context_parallel as cp
 from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import build_parser, parse, supported_flags
 from megatron.training.refusal import Refusal
+from tests.doc_blocks import code_blocks
 from tests.hugging_face import save_model
 from tests.patience import patience
 from tests.program import run_forked
@@ -47,9 +48,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """The page's code blocks, each as (words after the language, text)."""
-    result = re.findall(rf"^```{language}\b *(.*?)$\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [(words, text) for words, text in result]
+    return code_blocks(page.read_text(), language)
 
 
 @pages

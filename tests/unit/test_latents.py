@@ -103,10 +103,10 @@ def test_sparsity_that_is_refused(flags: str, message: str) -> None:
 
 
 def test_generation_with_chosen_keys_is_refused() -> None:
-    from megatron.inference.load import check_mask
+    from megatron.inference.load import check_layers
 
     with pytest.raises(Refusal, match="dsa is not for generation"):
-        check_mask(read(f"{MLA} {INDEXER}"))
+        check_layers(read(f"{MLA} {INDEXER}"))
 
 
 def test_without_latents() -> None:

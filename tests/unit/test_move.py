@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron.training.arguments.parser import parse
+from tests import moved_scripts
 from tools import check_script, move
 from tools.script_edits import edited, on_nodes
 
@@ -141,3 +144,15 @@ def test_a_moved_scripts_dry_run(folder: Path, capsys: pytest.CaptureFixture[str
     assert moved("blend.sh", capsys, "--no-dry-run", "--html", "blend.html")[0] == 0
     page = (folder / "blend.html").read_text()
     assert "--data-path DATA" in page and "--mock-data" not in page  # of which only the user knows
+
+
+FITTING = [one for one in json.loads(moved_scripts.RECORD.read_text()) if "; fits" in one.get("dry_run", "")]
+
+
+@pytest.mark.parametrize("script", FITTING, ids=lambda one: Path(one["path"]).name)
+def test_moved_commands_of_published_scripts_are_accepted(script: dict):
+    words = shlex.split(script["command"])
+    if "transformer_engine" in words:  # it need not be installed here
+        words[words.index("transformer_engine")] = "local"
+    data = parse(words, None, script["gpus"]).data
+    assert data.seq_length == 32768 and data.mock_data

@@ -6,10 +6,7 @@ No loop spills registers or repeats products, and the memory suffices.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +18,6 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel im
 from megatron.decisions.block_sizes import EXCEPTIONS, FEATURES, FOR_SHORT, TABLE, Blocks, blocks
 from megatron.platform.hooks import replaced
 from tests.pairs import also_in_full
-from tests.patience import patience
 
 needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_triton() or "")
 
@@ -37,18 +33,6 @@ ALL = [
     for which in PASSES
     for variant in VARIANTS
 ]
-
-
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable]:
-    """Compiles in a separate process, where Triton's interpreter is off."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("TRITON_INTERPRET", raising=False)
-            patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-            started = process.submit(abs, 0)
-        started.result(patience(60))
-        yield lambda *arguments, function=_resources: process.submit(function, *arguments).result(patience(300))
 
 
 def _resources(
@@ -86,14 +70,14 @@ def check_fp32(kernels: list[tuple]) -> None:
 @pytest.mark.parametrize("capability, head, which, variant", USUAL)
 @pytest.mark.lab
 def test_compiles(compiler, capability, head, which, variant):
-    check(compiler(capability, head, which, variant, torch.bfloat16), capability)
+    check(compiler(_resources, capability, head, which, variant, torch.bfloat16), capability)
 
 
 @needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize("capability, head, which, variant", [case for case in ALL if case not in USUAL])
 def test_every_variant_compiles(compiler, capability, head, which, variant):
-    check(compiler(capability, head, which, variant, torch.bfloat16), capability)
+    check(compiler(_resources, capability, head, which, variant, torch.bfloat16), capability)
 
 
 @needs_triton
@@ -101,7 +85,7 @@ def test_every_variant_compiles(compiler, capability, head, which, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("which, capability, head", [(which, *key) for which in FOR_SHORT for key in FOR_SHORT[which]])
 def test_programs_for_short_ranges_share_a_multiprocessor(compiler, which, capability, head, variant):
-    kernels = compiler(capability, head, which, variant, torch.bfloat16, 2**11)
+    kernels = compiler(_resources, capability, head, which, variant, torch.bfloat16, 2**11)
     check(kernels, capability)
     assert variant or all(taken.programs > 1 for _, _, taken in kernels)
 
@@ -112,7 +96,7 @@ def test_programs_for_short_ranges_share_a_multiprocessor(compiler, which, capab
 @pytest.mark.parametrize("head", [32, 96])
 @pytest.mark.parametrize("capability", CORES)
 def test_other_head_sizes_compile(compiler, capability, head, which):
-    check(compiler(capability, head, which, (), torch.bfloat16), capability)
+    check(compiler(_resources, capability, head, which, (), torch.bfloat16), capability)
 
 
 @needs_triton
@@ -121,14 +105,14 @@ def test_other_head_sizes_compile(compiler, capability, head, which):
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize("capability", CORES)
 def test_fp32_compiles_for_all_heads(compiler, capability, head, which):
-    check_fp32(compiler(capability, head, which, ("mask",), torch.float32))
+    check_fp32(compiler(_resources, capability, head, which, ("mask",), torch.float32))
 
 
 @needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize("capability, head, which, variant", [case for case in ALL if case[1] < 256])
 def test_every_variant_compiles_in_fp32(compiler, capability, head, which, variant):
-    check_fp32(compiler(capability, head, which, variant, torch.float32))
+    check_fp32(compiler(_resources, capability, head, which, variant, torch.float32))
 
 
 SHAPES = (128, 128, True, False), (128, 128, True, True), (128, 64, False, False), (64, 96, True, False)
@@ -147,7 +131,7 @@ def _linear_resources(capability: int, *shape: int) -> dict:
 )
 @pytest.mark.lab
 def test_states_of_linear_attention_compile(compiler, capability, keys, values, delta, channels):
-    kernels = compiler(capability, keys, values, delta, channels, function=_linear_resources)
+    kernels = compiler(_linear_resources, capability, keys, values, delta, channels)
     for which, taken in kernels.items():
         assert taken.programs >= 1 and sum(taken.products.values()), which
         assert all(loop.spills == 0 for loop in taken.loops), which
@@ -164,7 +148,7 @@ def _decay_resources(capability: int, *shape: int) -> dict:
 @pytest.mark.lab
 def test_kernels_for_rules_without_a_delta_compile(compiler, capability, keys):
     """No loop spills. On an A100 the gradients of values, which have no loop, spill some registers."""
-    for which, taken in compiler(capability, keys, 64, function=_decay_resources).items():
+    for which, taken in compiler(_decay_resources, capability, keys, 64).items():
         assert taken.programs >= 1 and sum(taken.products.values()), which
         assert all(loop.spills == 0 for loop in taken.loops), which
         assert taken.spills <= (200 if (capability, which) == (80, "value grads") else 0), which
@@ -176,7 +160,7 @@ def test_kernels_for_rules_without_a_delta_compile(compiler, capability, keys):
 @pytest.mark.parametrize("capability, head", TABLE["backward"])
 def test_a_backward_of_one_pass_compiles(compiler, capability, head, variant):
     """It repeats no product and fits on a multiprocessor; its loops spill some registers."""
-    kernels = compiler(capability, head, "backward", variant, torch.bfloat16)
+    kernels = compiler(_resources, capability, head, "backward", variant, torch.bfloat16)
     ((which, sizes, taken),) = kernels
     needed = PRODUCTS[which] * sizes["BLOCK"] * sizes["STEP"] * sizes["HEAD_BLOCK"]
     assert taken.programs >= 1 and all(loop.products in (needed, None) for loop in taken.loops)
@@ -197,7 +181,7 @@ def _specialised(head: int) -> tuple[Any, list[tuple[str, str]]]:
 @pytest.mark.parametrize("head", [64, 128])
 def test_warps_of_plain_ranges_are_specialised(compiler, head):
     """Where Triton does not specialise, or loads more than there is memory for, it says nothing."""
-    taken, loads = compiler(head, function=_specialised)
+    taken, loads = compiler(_specialised, head)
     assert taken.specialised and taken.programs >= 1 and taken.spills == 0
     assert len(taken.loops) == 2 and all(loop.spills == 0 for loop in taken.loops), "two groups of warps compute"
     assert len(loads) == 4 and all(read == into for read, into in loads), loads
@@ -216,7 +200,7 @@ def _described(capability: int, which: str) -> Any:
 @pytest.mark.parametrize("capability", [90, 100])
 def test_three_stages_of_descriptors_do_not_spill_in_loops(compiler, capability, which):
     """With pointers the loop over edges spills."""
-    taken = compiler(capability, which, function=_described)
+    taken = compiler(_described, capability, which)
     assert taken.programs >= 1 and len(taken.loops) == 2 and all(loop.spills == 0 for loop in taken.loops)
 
 
@@ -238,7 +222,7 @@ def _merge_resources(capability: int, narrow: bool) -> tuple[Any, int]:
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_outputs_merge_by_wide_loads(compiler, capability, narrow):
-    taken, wide = compiler(capability, narrow, function=_merge_resources)
+    taken, wide = compiler(_merge_resources, capability, narrow)
     assert taken.spills == 0 and taken.registers <= 128 and wide >= 4
 
 

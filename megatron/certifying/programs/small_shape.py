@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron.training.arguments.parser import settings, spellings
 from megatron.training.settings.config import Config
+from megatron.training.settings.kinds.dsa_kind import DSA
+from megatron.training.settings.kinds.gated_delta_kind import LINEAR
 
 LENGTH, HEAD_SIZE, VOCABULARY = 64, 16, 301
 AXES = ("tensor", "ulysses", "ring", "pipeline", "data")
@@ -129,7 +131,10 @@ def _small(config: Config) -> dict[str, Any]:
         small = {"kv_lora_rank": 16, "qk_head_dim": HEAD_SIZE // 2, "qk_pos_emb_head_dim": HEAD_SIZE // 2}
         small |= {"v_head_dim": HEAD_SIZE, "q_lora_rank": 16 if model.q_lora_rank else None}
         result |= {f"model.{name}": value for name, value in small.items()}
-    if model.experimental_attention_variant:  # half of the layers have a state
+    if DSA.chosen(vars(model)):  # a query chooses few of the keys
+        small = {"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": HEAD_SIZE, "dsa_indexer_topk": LENGTH // 8}
+        result |= {f"model.{name}": value for name, value in small.items()}
+    if LINEAR.chosen(vars(model)):  # half of the layers have a state
         small = {"linear_attention_freq": 2, "linear_key_head_dim": HEAD_SIZE, "linear_value_head_dim": HEAD_SIZE}
         small |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
         result |= {f"model.{name}": value for name, value in small.items()}

@@ -24,9 +24,9 @@ from megatron.context_parallel.layout.masks import Causal, Documents, Mask, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach
+from megatron.context_parallel.sparse_attention.blocks_of_scores import KEYS, ROWS, key_blocks, masks_of_samples, padded
 from megatron.platform.autograd import without_autocast
 
-ROWS, KEYS = 128, 1024  # of the scores that are made at a time
 NO_SCORE = float("-inf")
 Pool = Literal["max", "mean"]
 
@@ -66,22 +66,20 @@ def choose_blocks(
     """
     if block < 1 or not 0 <= local <= top or top < 1:
         raise ValueError(f"blocks of {block} tokens, of which a query reads {top}, {local} of them local: not possible")
-    masks, complete, length = _of_samples(mask, q.size(1)), layout.gather(k).float(), layout.seq_length
+    masks, complete, length = masks_of_samples(mask, q.size(1)), layout.gather(k).float(), layout.seq_length
     chosen = torch.full((*q.shape[:3], top), -1, dtype=torch.int32, device=q.device)
     for rows in split((0, len(q)), ROWS):
         held = positions_of([rows], layout.local_spans)
         at = positions(held, q.device)[:, None]
         for sample, own in enumerate(masks):
             edges = block_edges(own, length, block)
-            mine = _padded(q[rows[0] : rows[1], sample].float(), ROWS).flatten(0, 1)
+            mine = padded(q[rows[0] : rows[1], sample].float(), ROWS).flatten(0, 1)
             largest = mine.new_full((len(at), q.size(2), len(edges) - 1), NO_SCORE)
             total, count = torch.zeros_like(largest), largest.new_zeros(len(at), len(edges) - 1)
-            reached = reach(held, own, length)
-            for n in sorted({n for start, stop in reached for n in range(start // KEYS, -(-stop // KEYS))}):
-                keys = (n * KEYS, min((n + 1) * KEYS, length))
+            for keys in key_blocks(reach(held, own, length), length, KEYS):
                 there = torch.arange(*keys, device=q.device)
                 seen, number = own.allowed(at, there[None]), block_of(there, edges)
-                scores = (mine @ _padded(complete[keys[0] : keys[1], sample], KEYS).T).unflatten(0, (ROWS, -1))
+                scores = (mine @ padded(complete[keys[0] : keys[1], sample], KEYS).T).unflatten(0, (ROWS, -1))
                 scores = scores[: len(at), :, : len(there)]
                 largest.index_reduce_(2, number, scores.masked_fill(~seen[:, None], NO_SCORE), "amax")
                 if pool == "mean":
@@ -125,7 +123,7 @@ def block_attention(
     (_, b, groups, _), length = chosen.shape, layout.seq_length
     if k.size(2) % groups or q.size(2) % groups:
         raise ValueError(f"{groups} groups do not divide {q.size(2)} heads and {k.size(2)} heads of keys")
-    masks = _of_samples(mask, b)
+    masks = masks_of_samples(mask, b)
     every = layout.gather(chosen).cpu().unbind(1)
     late = [
         mask_of_blocks(choice, block_edges(own, length, block), own)
@@ -170,12 +168,3 @@ def _chose(chosen: Tensor, edges: tuple[int, ...], q: Tensor, k: Tensor) -> Tens
     kept = torch.zeros(len(rows), len(edges), dtype=torch.bool, device=q.device)
     kept.scatter_(1, rows % len(edges), True)  # -1 is the last column, which no key has
     return kept[:, block_of(k.flatten(), edges)]
-
-
-def _of_samples(mask: Mask | Sequence[Mask], b: int) -> list[Mask]:
-    return list(mask) * (b // len(mask)) if isinstance(mask, Sequence) else [mask] * b
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    """With zeros up to ``rows``: products of equal shapes round alike, wherever a rank's blocks begin and end."""
-    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))

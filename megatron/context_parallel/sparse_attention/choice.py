@@ -8,7 +8,7 @@ every grid chooses the same keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach, tiles
 from megatron.context_parallel.sparse_attention import chosen_triton
+from megatron.context_parallel.sparse_attention.blocks_of_scores import KEYS, ROWS, key_blocks, masks_of_samples, padded
 from megatron.platform.autograd import without_autocast
 
-ROWS, KEYS = 128, 1024  # of a block of scores
 TOGETHER = 16  # blocks of keys whose scores Triton's kernel computes at once: it keeps no scores of heads
 NOTHING = -(2**63)
 LAST = 2**32 - 1
@@ -61,7 +61,7 @@ def choose_keys(
     """
     if top_k < 1:
         raise ValueError(f"each query must choose at least one key, not {top_k}")
-    masks = [mask] * q.size(1) if not isinstance(mask, Sequence) else list(mask) * (q.size(1) // len(mask))
+    masks = masks_of_samples(mask, q.size(1))
     complete = layout.gather(k)
     return choose_among(q, complete, weights, spans=layout.local_spans, top_k=top_k, masks=masks, kernel=kernel)
 
@@ -91,7 +91,7 @@ def choose_among(
         for sample, own in enumerate(masks):
             best: list[Tensor] = []  # numbers of the best keys so far, then of all keys of some blocks
             mine = [x[rows[0] : rows[1], sample] for x in (q, weights)]
-            for keys in _blocks(reach(held, own, length), length, block):
+            for keys in key_blocks(reach(held, own, length), length, block):
                 theirs = complete[keys[0] : keys[1], sample]
                 scores = chosen_triton.index_scores(mine[0], theirs, mine[1]) if fused else _scores(*mine, theirs)
                 ranked = _ranked(scores, torch.arange(*keys, device=q.device)[None])
@@ -142,22 +142,10 @@ def _uses_triton(kernel: str, q: Tensor, k: Tensor) -> bool:
     return reason is None
 
 
-def _blocks(reached: Sequence[Span], length: int, block: int) -> Iterator[Span]:
-    """The blocks of keys, cut at the same positions on every grid, that hold a position of ``reached``."""
-    numbers = {n for start, stop in reached for n in range(start // block, -(-stop // block))}
-    for n in sorted(numbers):
-        yield n * block, min((n + 1) * block, length)
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    """With zeros up to ``rows``: products of equal shapes round alike, wherever a rank's blocks begin and end."""
-    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
-
-
 def _scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
     """q [r, heads, d], weights [r, heads], k [n, d] -> [r, n], fp32."""
     shape = len(q), len(k)
-    q, weights, k = (_padded(x.float(), rows) for x, rows in ((q, ROWS), (weights, ROWS), (k, KEYS)))
+    q, weights, k = (padded(x.float(), rows) for x, rows in ((q, ROWS), (weights, ROWS), (k, KEYS)))
     each = torch.relu(q.flatten(0, 1) @ k.T).unflatten(0, q.shape[:2])
     return torch.bmm(weights.unsqueeze(1), each).squeeze(1)[: shape[0], : shape[1]]
 

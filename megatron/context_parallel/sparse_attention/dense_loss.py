@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
@@ -20,10 +19,9 @@ from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach
-from megatron.context_parallel.sparse_attention.chosen_attention import Indexer
+from megatron.context_parallel.sparse_attention.blocks_of_scores import KEYS, ROWS, key_blocks, masks_of_samples
+from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, mean_over_heads
 from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
-
-ROWS, KEYS = 128, 1024  # of a block of scores
 
 
 def dense_indexer_loss(
@@ -51,8 +49,7 @@ def dense_indexer_loss(
         mask: which keys may be read; a sequence has one for each sample.
     """
     refuse_transforms("dense_indexer_loss")
-    masks = [mask] * q.size(1) if not isinstance(mask, Sequence) else list(mask) * (q.size(1) // len(mask))
-    call = _Call(layout, tuple(masks), scale, heads_group, torch.is_grad_enabled())
+    call = _Call(layout, tuple(masks_of_samples(mask, q.size(1))), scale, heads_group, torch.is_grad_enabled())
     return _DenseLoss.apply(*indexer, q.detach(), k.detach()[..., : q.size(3)], counted, call)
 
 
@@ -71,14 +68,6 @@ class _Call:
     scale: float
     heads: Any
     learns: bool
-
-    def mean(self, weights: Tensor) -> Tensor:
-        """The mean over all heads of [heads, r, n]."""
-        total, heads = weights.sum(0), len(weights)
-        if self.heads is not None and self.heads.size() > 1:
-            dist.all_reduce(total, group=self.heads)
-            heads *= self.heads.size()
-        return total / heads
 
 
 class _Part(NamedTuple):
@@ -105,10 +94,9 @@ class _Part(NamedTuple):
 def _blocks(rows: tuple[int, int], mask: Mask, layout: SequenceLayout, device: torch.device) -> Iterator[Any]:
     """(keys, allowed [r, n]) of the blocks of keys that some of the rows may read."""
     held = positions_of([rows], layout.local_spans)
-    at, reached = positions(held, device)[:, None], reach(held, mask, layout.seq_length)
-    for start, stop in split((0, layout.seq_length), KEYS):
-        if any(first < stop and start < last for first, last in reached):
-            yield slice(start, stop), mask.allowed(at, torch.arange(start, stop, device=device)[None])
+    at = positions(held, device)[:, None]
+    for keys in key_blocks(reach(held, mask, layout.seq_length), layout.seq_length, KEYS):
+        yield slice(*keys), mask.allowed(at, torch.arange(*keys, device=device)[None])
 
 
 class _DenseLoss(torch.autograd.Function):
@@ -138,7 +126,8 @@ class _DenseLoss(torch.autograd.Function):
                 lse = _sums(part.attention(*one) for one in blocks)
                 index_lse = _sums(part.index(*one)[1] for one in blocks)
                 for keys, allowed in blocks:
-                    target = call.mean((part.attention(keys, allowed) - lse[..., None]).exp())
+                    weights = (part.attention(keys, allowed) - lse[..., None]).exp()
+                    target = mean_over_heads(weights.sum(0), len(weights), call.heads)
                     each, scores = part.index(keys, allowed)
                     logs = (scores - index_lse[:, None]).masked_fill(~allowed, 0)
                     weight = counted[own, sample, None].to(wide)

@@ -224,8 +224,8 @@ class NetworkSettings:
     init_method_xavier_uniform: bool = flag(False, "Xavier-uniform initial weights", loaded=NEVER)
     experimental_attention_variant: str | None = weights(
         None,
-        "attention of the layers that --linear-attention-freq chooses: a state in place of keys and values, as in "
-        "Qwen3-Next",
+        "gated_delta_net: layers that --linear-attention-freq chooses have a state in place of keys and values, as in "
+        "Qwen3-Next; dsa: queries choose the keys that they read, as in DeepSeek V3.2",
         choices=[kind.condition.value for kind in KINDS if kind.condition.value],
     )
     lora_rank: int | None = count(

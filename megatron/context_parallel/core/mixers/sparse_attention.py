@@ -26,9 +26,12 @@ from megatron.context_parallel.core.mixers.latent_attention import LatentAttenti
 from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
 from megatron.context_parallel.layout.documents import Samples, samples_of
+from megatron.context_parallel.layout.masks import Mask
+from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.sparse_attention.choice import choose_keys
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
 from megatron.context_parallel.sparse_attention.dense_loss import dense_indexer_loss
+from megatron.decisions.division import choosing_layer
 from megatron.platform.autograd import once_differentiable
 
 INDEXER = ".core_attention.indexer."  # part of the names of its parameters
@@ -63,7 +66,7 @@ class SparseRule:
 
     def source(self, layer: int) -> int:
         """The layer, from 1, whose choice a layer uses."""
-        return layer - max(layer - max(self.skip_topk_offset, 1), 0) % self.topk_freq
+        return choosing_layer(layer, self.topk_freq, self.skip_topk_offset)
 
 
 class KeyIndexer(nn.Module):
@@ -207,49 +210,43 @@ class SparseLatentAttention(LatentAttention):
                 f"layer {self.layer_number} uses the keys that layer {core.source} chose, which did not run before it "
                 "with the same batch: pass layers layout.documents.passed_on(Samples(...)), and keep both in one stage"
             )
-        learns = core.learns
+        q, kv = self._keys(query, k_rotated, latent, angles)
         out, losses = sparse_attention(
-            *self._keys(query, k_rotated, latent, angles),
+            q,
+            kv,
             chosen,
             layout=layout,
             value_size=latent.size(-1),
             scale=core.scale,
-            indexer=index if learns else None,
+            indexer=index if core.learns and core.sparse.use_sparse_loss else None,
             heads_group=self.pg_collection.tp,
         )
         out = self.raised(out).flatten(2)
-        if not learns:
+        if not core.learns:
             return out
-        counted = self._counted(batch, losses)
-        if not core.sparse.use_sparse_loss:
-            return core.taught(out, self._dense_loss(query, k_rotated, latent, index, counted, batch), counted)
-        return core.taught(out, (losses * counted).sum(), counted)
+        counted = self._counted(batch, index.weights[:, :, 0])
+        total = self._dense_loss(q, kv, index, counted, layout, masks) if losses is None else (losses * counted).sum()
+        return core.taught(out, total, counted)
 
     def _warmed_up(self, output: Tensor, hidden_states: Tensor, batch: Samples) -> Tensor:
         """``output``, with the loss of an indexer that learns while attention reads all keys."""
-        core = self.core_attention
+        core, layout, masks, angles = self.core_attention, *self._where(batch)
         with torch.no_grad():
             latent = self.latent_of_queries(hidden_states)
-            query, (k_rotated, latent_of_keys) = self.queries(latent), self.latent_of_keys(hidden_states)
-            keys = k_rotated, self._all_tokens(latent_of_keys)
-        index = core.rotated(core.indexer(hidden_states, latent), self._where(batch)[2])
+            k_rotated, latent_of_keys = self.latent_of_keys(hidden_states)
+            q, kv = self._keys(self.queries(latent), k_rotated, self._all_tokens(latent_of_keys), angles)
+        index = core.rotated(core.indexer(hidden_states, latent), angles)
         counted = self._counted(batch, index.weights[:, :, 0])
-        return core.taught(output, self._dense_loss(query, *keys, index, counted, batch), counted)
-
-    @torch.no_grad()
-    def _target(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return self._keys(*inputs)
+        return core.taught(output, self._dense_loss(q, kv, index, counted, layout, masks), counted)
 
     def _dense_loss(
-        self, query: Tensor, k_rotated: Tensor, latent: Tensor, index: Indexer, counted: Tensor, batch: Samples
+        self, q: Tensor, kv: Tensor, index: Indexer, counted: Tensor, layout: SequenceLayout, masks: list[Mask]
     ) -> Tensor:
         """The sum of the indexer's losses over all keys."""
-        layout, masks, angles = self._where(batch)
-        q, kv = self._target(query, k_rotated, latent, angles)
         how = {"layout": layout, "mask": masks, "scale": self.core_attention.scale}
         return dense_indexer_loss(q, kv[:, :, 0], index, counted, **how, heads_group=self.pg_collection.tp)
 
-    def _where(self, batch: Samples) -> tuple[Any, list[Any], Tensor]:
+    def _where(self, batch: Samples) -> tuple[SequenceLayout, list[Mask], Tensor]:
         """Layout, masks and RoPE's angles of a batch."""
         settings = self.core_attention.settings
         masks = settings.masks_of(batch, self.core_attention.rule.mask)
@@ -261,7 +258,7 @@ class SparseLatentAttention(LatentAttention):
         return self.absorbed(query), torch.cat((k_rotated, latent[:, :, None]), dim=-1)
 
     def _counted(self, batch: Samples, like: Tensor) -> Tensor:
-        """[s_local, b]."""
+        """Which of this rank's tokens count [s_local, b], in the dtype of ``like``."""
         return torch.ones_like(like) if batch.counted is None else batch.counted.to(like.dtype)
 
 

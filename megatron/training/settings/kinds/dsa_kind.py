@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from megatron.decisions.division import choosing_layer
 from megatron.formulas.kinds.sparse_figures import SparseLatent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, flag, function, size
@@ -88,8 +89,8 @@ def _prepare(config: Settings) -> None:
 
 def chooses(model: Settings) -> list[bool]:
     """For each layer, whether it chooses keys and does not use the choice of a layer before it."""
-    offset = max(model.dsa_indexer_skip_topk_offset, 1)
-    return [max(n - offset, 0) % model.dsa_indexer_topk_freq == 0 for n in range(1, model.num_layers + 1)]
+    shared = model.dsa_indexer_topk_freq, model.dsa_indexer_skip_topk_offset
+    return [choosing_layer(n, *shared) == n for n in range(1, model.num_layers + 1)]
 
 
 def _shape(model: Settings) -> dict[str, Any]:
