@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from tests.distributed.training_runs import (
+    DEVICE,
     FULL,
     P2,
     SELECTIVE,
     SP,
+    STREAM,
     T2,
     compare_gradients,
     compare_runs,
     cp,
+    fpdt,
     make_job,
     train_job,
     wrong_by,
@@ -33,6 +36,7 @@ DSA = (
 SPARSE = f"{DSA} --dsa-indexer-use-sparse-loss"
 WARM_UP = f"{DSA} --dsa-warm-up"
 DOCUMENTS = "--attention-mask document --reset-position-ids --micro-batch-size 1 --global-batch-size 2"
+PACKED = "--attention-mask document --reset-position-ids"  # two samples of a batch with documents of their own
 SHARED = f"{SPARSE} --num-layers 4 --dsa-indexer-topk-freq 2"
 UNEVEN = "--eod-mask-loss"  # mock data have ends of documents, so ranks count different numbers of tokens
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-router-score-function sigmoid"
@@ -43,6 +47,7 @@ CASES = [
     (4, f"{DSA} {UNEVEN}", f"{T2} {cp(2, 1)}"),
     (2, f"{WARM_UP} {UNEVEN}", cp(1, 2)),
     (4, SHARED, f"{P2} {cp(1, 2)}"),
+    (4, f"{SPARSE} {UNEVEN}", f"{SP} {cp(1, 2)} {fpdt(24)}"),
 ]
 MORE = [
     *((ulysses * ring, f"{model} {UNEVEN}", cp(ulysses, ring))
@@ -57,6 +62,14 @@ MORE = [
     (4, f"{DSA} {DOCUMENTS}", cp(2, 2)),
     (4, f"{WARM_UP} {DOCUMENTS}", f"{SP} {cp(1, 2)}"),
     (2, f"{SPARSE} --attention-mask window --window-size 20 0", cp(1, 2)),
+    *((ulysses * ring, f"{SPARSE} {UNEVEN}", f"{cp(ulysses, ring)} {fpdt(24, *how)}")
+      for ulysses, ring, how in ((2, 1, ()), (1, 2, (FULL,)), (2, 2, (STREAM, FULL)), (1, 2, (DEVICE,)))),
+    (2, f"{SPARSE} {UNEVEN}", f"{T2} {fpdt(16)}"),
+    (2, f"{SPARSE} {DOCUMENTS}", f"{cp(1, 2)} {fpdt(16)}"),
+    (4, f"{SPARSE} {PACKED} {UNEVEN}", f"{SP} {cp(2, 1)} {fpdt(24)}"),
+    (2, SHARED, f"{cp(1, 2)} {fpdt(24)}"),
+    (4, SHARED, f"{P2} {cp(1, 2)} {fpdt(24, FULL)}"),
+    (4, f"{SPARSE} {EXPERTS}", f"{cp(2, 2)} --expert-model-parallel-size 2 {fpdt(16)}"),
 ]  # fmt: skip
 
 
@@ -93,7 +106,7 @@ def reference(pool, shared):
 
 
 @pytest.mark.parametrize("world, model, grid", [*CASES, *also_in_full(*MORE)])
-@pytest.mark.usual(0, 1, 2, 3)
+@pytest.mark.usual(0, 2, 3, 4)
 def test_choices_and_their_loss_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     results, expected = pool.run(run, world, f"{model} {grid}", timeout=180), reference(model)
     compare_runs([result[:3] for result in results], expected[:3])

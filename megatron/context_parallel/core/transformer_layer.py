@@ -239,6 +239,7 @@ class ChunkedTransformerLayer(LongContextLayer):
     def __init__(self, *args: Any, chunks: ChunkSettings, recompute: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, attention=chunks.attention, **kwargs)
         self.has_state = hasattr(self.self_attention, "inputs_of_rule")  # then it is a StateMixer
+        self.chooses = hasattr(self.self_attention, "choice_in_chunks")  # then it is a SparseLatentAttention
         self.has_mixer = not isinstance(self.self_attention, IdentityOp)
         self.has_ffn = self.is_moe_layer or not isinstance(self.mlp, IdentityOp)
         self.chunks = chunks
@@ -256,7 +257,7 @@ class ChunkedTransformerLayer(LongContextLayer):
         batch = samples_of(attention_mask)
         if not self.has_mixer:
             output = hidden_states
-        elif len(batch.ends) <= 1:
+        elif len(batch.ends) <= 1 or self.chooses:
             output = self._chunked(hidden_states, batch)
         else:
             parts = zip(hidden_states.split(1, dim=1), batch.each(), strict=True)  # each sample has its own tiles
@@ -308,6 +309,9 @@ class ChunkedTransformerLayer(LongContextLayer):
                 **common,
             )
             return layer(hidden_states)
+        if self.chooses:
+            layer = mixer.choice_in_chunks(self.input_layernorm, batch, hidden_states.size(1), **common)
+            return layer(hidden_states)
         core = mixer.core_attention
         (mask,) = settings.attention.masks_of(batch, core.rule.mask)
         sinks = core.sinks(next(self.parameters()).device)
@@ -343,6 +347,8 @@ class ChunkedTransformerLayer(LongContextLayer):
             return self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])(projected, x, 0.0)
         if self.config.attention_output_gate:
             out = gated(out, self._projected(x)[3])
+        if self.chooses:
+            out = mixer.raised(out)
         add = self.dropout_add(dropout, ATTENTION, layout.local_chunks[chunk])
         return add(self.self_attention.linear_proj(out.flatten(2)), x, 0.0)
 

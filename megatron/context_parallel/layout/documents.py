@@ -180,7 +180,7 @@ class Samples:
     ends: tuple[tuple[int, ...], ...] = ()
     plans: Mapping[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     counted: Tensor | None = field(default=None, compare=False, repr=False)
-    handed_on: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    handed_on: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     shares: bool = False
 
     def each(self) -> list[Samples]:

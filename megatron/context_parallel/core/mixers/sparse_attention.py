@@ -25,11 +25,14 @@ from megatron.context_parallel.core.core_attention import ContextParallelAttenti
 from megatron.context_parallel.core.mixers.latent_attention import LatentAttention, latent_attention
 from megatron.context_parallel.core.mixers.state_mixer import Linear, MixerSpec
 from megatron.context_parallel.core.transformer_layer import AttentionSettings
+from megatron.context_parallel.fpdt.host_store import ChunkStore
+from megatron.context_parallel.fpdt.sparse.chunked_choice import ChunkedChoiceLayer, Lesson
 from megatron.context_parallel.layout.documents import Samples, samples_of
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.sparse_attention.choice import choose_keys
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, sparse_attention
+from megatron.context_parallel.sparse_attention.chosen_math import Form
 from megatron.context_parallel.sparse_attention.dense_loss import dense_indexer_loss
 from megatron.decisions.division import choosing_layer
 from megatron.platform.autograd import once_differentiable
@@ -144,10 +147,14 @@ class SparseAttention(ContextParallelAttention):
             return False
         return self.sparse.loss_coeff > 0 and self.indexer.linear_wk.weight.requires_grad
 
-    def taught(self, out: Tensor, total: Tensor, counted: Tensor) -> Tensor:
-        """``out``; in the backward pass the indexer gets the gradient of ``total``, the sum of losses of a batch."""
+    def note(self, total: Tensor, counted: Tensor) -> None:
+        """Add a sum of losses, and the tokens that it counts, to what is in the log."""
         sums = torch.stack((total.detach().double(), counted.sum(dtype=torch.float64)))
         self.seen = sums if self.seen is None else self.seen + sums
+
+    def taught(self, out: Tensor, total: Tensor, counted: Tensor) -> Tensor:
+        """``out``; in the backward pass the indexer gets the gradient of ``total``, the sum of losses of a batch."""
+        self.note(total, counted)
         scale = self.config.grad_scale_func  # of fp16's gradients
         return _WithLoss.apply(out, total * self.sparse.loss_coeff, scale)
 
@@ -206,10 +213,7 @@ class SparseLatentAttention(LatentAttention):
         elif core.source in batch.handed_on:
             chosen = batch.handed_on[core.source]
         else:
-            raise ValueError(
-                f"layer {self.layer_number} uses the keys that layer {core.source} chose, which did not run before it "
-                "with the same batch: pass layers layout.documents.passed_on(Samples(...)), and keep both in one stage"
-            )
+            raise self._no_choice()
         q, kv = self._keys(query, k_rotated, latent, angles)
         out, losses = sparse_attention(
             q,
@@ -227,6 +231,63 @@ class SparseLatentAttention(LatentAttention):
         counted = self._counted(batch, index.weights[:, :, 0])
         total = self._dense_loss(q, kv, index, counted, layout, masks) if losses is None else (losses * counted).sum()
         return core.taught(out, total, counted)
+
+    def choice_in_chunks(
+        self, norm: nn.Module, batch: Samples, samples: int, *, layout: SequenceLayout, **common: Any
+    ) -> ChunkedChoiceLayer:
+        """The layer in chunks (FPDT), after its ``norm``; ``samples``: of the batch. ``common``: its other fields."""
+        core, rotary = self.core_attention, self.core_attention.settings.rotary
+
+        def project(x: Tensor, chunk: int) -> tuple[Tensor, Tensor, Indexer | None]:
+            spans = layout.local_chunk_spans(chunk)
+            angles = torch.cat([rotary.of_spans(spans, ends) for ends in batch.ends or (None,)], dim=1)
+            hidden = norm(x)
+            latent = self.latent_of_queries(hidden)
+            k_rotated, latent_of_keys = self.latent_of_keys(hidden)
+            q, kv = self._keys(self.queries(latent), k_rotated, self._all_tokens(latent_of_keys), angles)
+            return q, kv, None if core.indexer is None else core.rotated(core.indexer(hidden, latent), angles)
+
+        choices = batch.handed_on.get(core.source)
+        if core.indexer is not None and core.shares:
+            choices = batch.handed_on[self.layer_number] = ChunkStore(common["offload"])
+        elif core.indexer is None and choices is None:
+            raise self._no_choice()
+        return ChunkedChoiceLayer(
+            project=project,
+            top_k=core.sparse.topk,
+            form=Form(core.scale, self.config.kv_lora_rank),
+            masks=core.settings.masks_of(batch, core.rule.mask),
+            lesson=self._lesson(batch, samples, layout) if core.learns else None,
+            chooses=core.indexer is not None,
+            choices=choices,
+            layout=layout,
+            **common,
+        )
+
+    def _lesson(self, batch: Samples, samples: int, layout: SequenceLayout) -> Lesson:
+        core, weight = self.core_attention, self.linear_proj.weight
+        like = weight.new_empty((layout.local_length, samples), dtype=torch.promote_types(weight.dtype, torch.float32))
+        # [TP ranks that have parts of a chunk, tokens of one, b]
+        counted = self._counted(batch, like).unflatten(0, (layout.tensor_parts, -1))
+
+        def of_chunk(chunk: int) -> Tensor:
+            return counted[:, slice(*layout.local_chunks[chunk])].flatten(0, 1)
+
+        def report(losses: Tensor, chunk: int) -> None:
+            core.note((losses * of_chunk(chunk)).sum(), of_chunk(chunk))
+
+        def factor(chunk: int) -> Tensor:
+            scale, of_loss = self.config.grad_scale_func, of_chunk(chunk) * core.sparse.loss_coeff
+            return of_loss if scale is None else scale(of_loss)
+
+        return Lesson(report, factor, self.pg_collection.tp)
+
+    def _no_choice(self) -> ValueError:
+        return ValueError(
+            f"layer {self.layer_number} uses the keys that layer {self.core_attention.source} chose, which did not run "
+            "before it with the same batch: pass layers layout.documents.passed_on(Samples(...)), and keep both in one "
+            "stage"
+        )
 
     def _warmed_up(self, output: Tensor, hidden_states: Tensor, batch: Samples) -> Tensor:
         """``output``, with the loss of an indexer that learns while attention reads all keys."""

@@ -60,21 +60,26 @@ class ChunkedChoiceLayer(LayerFunctions):
 
     Attributes:
         project: (x of a chunk [c, b, h], chunk) -> q [c, b, heads, d], kv [c, b, key heads, D] as ``sparse_attention``
-            takes them, and an :class:`Indexer`, which gets gradients from its lesson alone.
+            takes them, and an :class:`Indexer`, which gets gradients from its lesson alone; None if the layer does not
+            choose.
         output: (attention output [c, b, heads, value size], x of the chunk, chunk) -> [c, b, h], residual added.
         top_k: keys that a query chooses.
         masks: which keys may be chosen; one for each sample, or one for all.
         form: the scale of scores, and the entries of a value.
         kernel: as in ``sparse_attention``.
         lesson: of the indexer; None: it does not learn.
+        chooses: whether the layer chooses keys; otherwise it takes the choice in ``choices``.
+        choices: of layers that share one, by ("chosen", chunk); None: no other layer uses this one's choice.
     """
 
-    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Indexer]]
+    project: Callable[[Tensor, int], tuple[Tensor, Tensor, Indexer | None]]
     top_k: int
     form: Form
     masks: Sequence[Mask] = (Causal(),)
     kernel: str = "auto"
     lesson: Lesson | None = None
+    chooses: bool = True
+    choices: ChunkStore | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,8 +105,9 @@ class ChunkedChoiceLayer(LayerFunctions):
 class _Pass:
     """One forward pass through the layer, and its backward pass.
 
-    Names in the store: ("q", "index", "weights", "chosen", "out", "lse", "dq", chunk) of this rank's queries;
-    ("own", "own index", chunk) are this rank's keys, ("kv", "dkv", chunk) those of all ranks.
+    Names in the store: ("q", "index", "weights", "out", "lse", "dq", chunk) of this rank's queries; ("own",
+    "own index", chunk) are this rank's keys, ("kv", "dkv", chunk) those of all ranks. ("chosen", chunk) is in the store
+    of choices, which later layers may use.
     """
 
     def __init__(self, layer: ChunkedChoiceLayer, x: Tensor, saving: bool) -> None:
@@ -110,6 +116,7 @@ class _Pass:
         self.work.ulysses = Axis()  # Ulysses ranks take queries, as ring ranks do: heads stay together
         self.dx: HiddenStates | None = None
         self.store = ChunkStore(layer.offload)
+        self.choices = self.store if layer.choices is None else layer.choices
         self.chunks, self.rows = range(self.layout.chunks), self.layout.local_chunks
         self.masks = list(layer.masks) * (x.size(1) // len(layer.masks))
         # Keys in the order of chunks; chunk n has those from edges[n] to edges[n + 1].
@@ -172,13 +179,16 @@ class _Pass:
         needs, index = self.layer.needs, None
         ready = [max([query, *needs[query]]) for query in self.chunks]
         for chunk, x in zip(self.chunks, self.x.walk(self.rows)):
-            q, own, (index_q, index_k, weights) = self.layer.project(x, chunk)
-            own_index = index_k.detach().contiguous()
-            index_k, kv = self._gathered(own_index), self._gathered(own)
-            if index is None:
-                index = index_k.new_zeros((self.layout.seq_length, *index_k.shape[1:]))
-            index[self.order[chunk]] = index_k
-            fresh = {("q", chunk): q, ("index", chunk): index_q.detach(), ("weights", chunk): weights.detach()}
+            q, own, made = self.layer.project(x, chunk)
+            kv, fresh = self._gathered(own), {("q", chunk): q}
+            if made is not None:
+                own_index = made.k.detach().contiguous()
+                index_k = self._gathered(own_index)
+                if index is None:
+                    index = index_k.new_zeros((self.layout.seq_length, *index_k.shape[1:]))
+                index[self.order[chunk]] = index_k
+                fresh |= {("index", chunk): made.q.detach(), ("weights", chunk): made.weights.detach()}
+                del index_k
             queries = [query for query in self.chunks if ready[query] == chunk]
             if queries != [chunk]:
                 for name, part in fresh.items():
@@ -191,7 +201,7 @@ class _Pass:
                 if self.layer.lesson is not None:
                     self.store.put(("own index", chunk), own_index)
             fresh[("kv", chunk)] = kv
-            del q, own, own_index, kv, index_q, index_k, weights
+            del q, own, made, kv
             for query in queries:
                 out = self._attend(query, chunk, index, fresh, reports=y is not None)
                 if y is not None:
@@ -199,13 +209,18 @@ class _Pass:
         self.store.drop(*(("kv", chunk) for chunk in self.chunks))
 
     def _attend(self, query: int, chunk: int, index: Tensor, fresh: dict[tuple, Tensor], reports: bool) -> Tensor:
-        names, (layer, store) = [(name, query) for name in ("q", "index", "weights")], (self.layer, self.store)
-        q, index_q, weights = (loading.wait() for loading in store.load(names, fresh))
-        spans = self.layout.local_chunk_spans(query)
-        chosen = choose_among(
-            index_q, index, weights, spans=spans, top_k=layer.top_k, masks=self.masks, kernel=layer.kernel
-        )
-        chosen = self._in_places(chosen)
+        layer, store, choice = self.layer, self.store, ("chosen", query)
+        names = [(name, query) for name in (("q", "index", "weights") if layer.chooses else ("q",))]
+        q, *index_parts = (loading.wait() for loading in store.load(names, fresh))
+        if layer.chooses:
+            index_q, weights = index_parts
+            spans = self.layout.local_chunk_spans(query)
+            chosen = choose_among(
+                index_q, index, weights, spans=spans, top_k=layer.top_k, masks=self.masks, kernel=layer.kernel
+            )
+            chosen = self._in_places(chosen)
+        else:
+            chosen = self.choices.load([choice])[0].wait()
         keys = sorted(layer.needs[query], key=lambda key: key != chunk)  # first this chunk, which is on the device
         sums = accumulation_dtype(q.dtype)
         out = q.new_zeros((*q.shape[:3], layer.form.value_size), dtype=sums)
@@ -225,10 +240,12 @@ class _Pass:
             for rows, at, target in self._taught(chosen, given, q.size(2), index.size(-1)):
                 loss[rows] = index_loss(Indexer(index_q[rows], index, weights[rows]), at, target)
             layer.lesson.report(loss, query)
+        if layer.chooses and (self.saving or layer.choices is not None):
+            self.choices.put(choice, chosen)
         if not self.saving:
             store.drop(*names)
             return out
-        kept = {"chosen": chosen, "out": out, "lse": lse}
+        kept = {"out": out, "lse": lse}
         if layer.lesson is None:
             store.drop(*names[1:])
         else:
@@ -257,16 +274,20 @@ class _Pass:
                     dindex = torch.zeros(index.shape, dtype=accumulation_dtype(index.dtype), device=index.device)
                 index[self.order[chunk]] = part
         spans = [self.rows[query] for query in reverse]
-        saved = store.walk([[(name, query) for name in ("q", "chosen", "out", "lse")] for query in reverse])
-        for query, x, dy_part, loaded in zip(reverse, self.x.walk(spans), dy.walk(spans), saved):
-            q, chosen, out, lse = (loaded.pop((name, query)) for name in ("q", "chosen", "out", "lse"))
+        saved = store.walk([[(name, query) for name in ("q", "out", "lse")] for query in reverse])
+        choices = self.choices.walk([[("chosen", query)] for query in reverse])
+        for query, x, dy_part, loaded, choice in zip(reverse, self.x.walk(spans), dy.walk(spans), saved, choices):
+            q, out, lse = (loaded.pop((name, query)) for name in ("q", "out", "lse"))
+            chosen = choice.pop(("chosen", query))
             dout, residual = self.work.output_grad(out, x, dy_part, query)
             self.dx.write(self.rows[query], residual)
             given = None if lesson is None else torch.zeros(chosen.shape, dtype=lse.dtype, device=q.device)
             store.put(("dq", query), self._query_grads(query, q, chosen, dout, lse, delta(out, dout), given))
             if lesson is not None:
                 self._teach(query, chosen, given, q.size(2), index, dindex)
-            store.drop(*((name, query) for name in ("q", "chosen", "out", "lse")))
+            store.drop(*((name, query) for name in ("q", "out", "lse")))
+            if self.layer.choices is None:
+                store.drop(("chosen", query))
             del q, chosen, out, lse, dout, residual
         for chunk in self.chunks:
             store.drop(("kv", chunk))

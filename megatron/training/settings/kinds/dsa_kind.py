@@ -66,7 +66,10 @@ def _prepare(config: Settings) -> None:
         )
     learns = bool(model.dsa_indexer_loss_coeff)
     refused = {
-        "--fpdt": (chunks.fpdt, "chunks do not choose keys yet: use Ring and Ulysses"),
+        "--fpdt": (
+            chunks.fpdt and learns and not model.dsa_indexer_use_sparse_loss,
+            "the loss over all keys is not computed in chunks: add --dsa-indexer-use-sparse-loss",
+        ),
         "--latent-exchange": (config.parallel.latent_exchange == "latents", "its ring is not used: leave it out"),
         "--keep-attention": (attention.keep_attention, "the choice would be kept, too"),
         "--attention-dropout": (model.attention_dropout, "use --attention-dropout 0"),
