@@ -23,6 +23,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from torch.autograd import Function
+
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_suffix(".json")
 Parameters = dict[str, str]  # default values as text, by the name of a parameter; "" has none
@@ -91,8 +93,10 @@ def interface() -> Interface:
     imported, names = used()
     found: Interface = {}
     for name in sorted(imported):
-        thing = find(name)
+        thing, parent = find(name), find(name.rpartition(".")[0])
         if inspect.ismodule(thing) or inspect.isclass(thing) and issubclass(thing, Enum):
+            continue
+        if inspect.isclass(parent) and issubclass(parent, Function) and name.endswith(".apply"):  # is torch's
             continue
         found[name] = parameters(thing) if callable(thing) else ({} if thing is not None else None)
         if inspect.isclass(thing):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autocast, torch.func and second derivatives, for operations with a custom backward pass."""
+"""Autocast, torch.func, second derivatives and forks, for operations with a custom backward pass."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -31,6 +32,18 @@ def autocast_inputs(*tensors: Tensor, device: torch.device | None = None) -> tup
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def forks_can_train() -> bool:
+    """Whether a fork of this process could run a backward pass: not once PyTorch has threads here for its devices."""
+    child = os.fork()
+    if not child:
+        try:
+            torch.ones((), requires_grad=True).backward()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def without_autocast(function: F) -> F:

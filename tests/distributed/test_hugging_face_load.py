@@ -195,7 +195,8 @@ def test_the_table_is_correct(pool, family):
 def test_every_family_is_in_the_table_and_none_is_wrong():
     assert tuple(ROWS) == FAMILIES
     assert {result for result, _ in ROWS.values()} <= {"parity", "refused", "not buildable"}
-    assert START + "\n" + table(read(RESULTS), FAMILIES) + END in TABLE
+    without_versions = table(read(RESULTS), FAMILIES).partition(":")[2]
+    assert without_versions + END in TABLE.partition(START)[2]
 
 
 def test_a_new_family_appears_as_not_tried():

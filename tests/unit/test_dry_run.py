@@ -256,6 +256,16 @@ def test_a_full_disk_is_reported_after_the_tables(tmp_path, capsys, monkeypatch)
     assert "memory of a rank" in output.out and output.err.endswith("No space left on device\n")
 
 
+@pytest.mark.full
+def test_workers_are_spawned_where_a_fork_could_not_train(monkeypatch):
+    """Once PyTorch has started threads for its devices, a fork's backward pass raises an error."""
+    config, asked = config_of("--num-layers 12", 1), []
+    forked = dry_run(config, 1, vocab_size=301, workers=2)
+    monkeypatch.setattr("megatron.simulator.dry_run.dry_run.forks_can_train", lambda: asked.append(1))
+    spawned = dry_run(config, 1, vocab_size=301, workers=2)
+    assert asked and spawned.ranks[0].figures == forked.ranks[0].figures
+
+
 def test_what_does_not_fit_is_reported(capsys):
     flags = "--model llama3-70b --num-layers 16 --seq-length 2048 --dry-run --world-size 1 --gpu A100-40G --bf16"
     assert main(flags.split(), LLAMA, simulate) == 1

@@ -18,6 +18,7 @@ from math import lcm
 from multiprocessing import get_context
 from typing import Any
 
+from megatron.platform.autograd import forks_can_train
 from megatron.simulator.cost.trace import HostCopy, Trace
 from megatron.simulator.dry_run.allocation.reserved import (
     Allocations,
@@ -285,7 +286,8 @@ def _run_jobs(jobs: list[Job], workers: int) -> list[JobResult]:
     workers = min(workers, len(jobs))
     if workers == 1:
         return [run_job(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=end_with_parent) as pool:
+    start = get_context("fork" if forks_can_train() else "spawn")
+    with ProcessPoolExecutor(workers, mp_context=start, initializer=end_with_parent) as pool:
         return list(pool.map(run_job, jobs[::-1]))[::-1]  # the longest jobs first
 
 
