@@ -40,7 +40,7 @@ find_python() {
     stop "${PYTHON:-python3} is not Python 3.10 or newer: install one, or name one with PYTHON=/path/to/python3"
 }
 
-has_torch() { "$1" -c 'import torch' 2>/dev/null; }
+has_torch() { "$1" -c 'import torch; torch.__version__' 2>/dev/null; } # not the remains of one
 
 make_venv() {
     local python version
