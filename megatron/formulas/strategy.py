@@ -8,6 +8,7 @@ from math import sqrt
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from megatron.decisions.key_exchange import PASSED_ON
 from megatron.decisions.state_exchange import LARGEST_KEYS
 
 T = TypeVar("T")
@@ -203,6 +204,7 @@ class Strategy:
             weight's gradient. False: several operations for each chunk, as in the papers' programs, whose FPDT also
             loads the next key chunk's queries during the last tile.
         muon: matrices are updated by Muon, which keeps one state instead of Adam's two.
+        key_exchange: how keys travel on the ring (decisions/key_exchange.py).
     """
 
     tensor: int = 1
@@ -233,6 +235,7 @@ class Strategy:
     expert: int = 1
     expert_tensor: int = 1
     muon: bool = False
+    key_exchange: str = PASSED_ON
 
     def but(self, **changes: Any) -> Strategy:
         """This strategy with other values of some fields."""

@@ -265,8 +265,7 @@ def batch_plans(config: Config, runtime: Runtime) -> BatchPlans | None:
         measured, _ = measured_blocks(config.attention.attention_block_sizes)
         triton = triton_calls(runtime.device, compute_dtype(config), head, features, measured)
     masks = tuple(mask for mask in dict.fromkeys(layer_masks(config)) if not mask.pairwise)
-    gathers = config.parallel.cp_comm_type == ["all_gather"]
-    return BatchPlans(runtime.layout, masks, runtime.device, gathers, triton)
+    return BatchPlans(runtime.layout, masks, runtime.device, config.parallel.key_exchange, triton)
 
 
 def _expert_groups(config: Config) -> dict[str, int | None] | None:

@@ -58,7 +58,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         "attention-kernel": rule.kernel,
         "attention-blocks": rule.measured,
         "alibi": None if rule.alibi_slopes is None else rule.alibi_slopes.tolist(),
-        "gathered-keys": rule.gather_keys,
+        "gathered-keys": rule.exchange,
         "mask-threshold": rule.mask_cpu_threshold,
         "softcap": rule.softcap,
         "rope": repr(build.rope(model)),

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.attention.latent_blocks import LatentSource
-from megatron.context_parallel.attention.ring import GatherSource, RingSource
+from megatron.context_parallel.attention.ring import KeySource
 from megatron.context_parallel.attention.rule import TileKernel
 from megatron.platform.autograd import once_differentiable
 
-Source = RingSource | GatherSource | LatentSource
+Source = KeySource | LatentSource
 Kept = deque[tuple[Tensor, Tensor]]  # outputs and lse of passes that will run again, the oldest first
 
 
@@ -31,7 +31,7 @@ def tiled_attention(
     k_SBHD: Tensor,
     v_SBHD: Tensor,
     *,
-    source: RingSource | GatherSource,
+    source: KeySource,
     kernel: TileKernel,
     sinks: Tensor | None = None,
     up: Tensor | None = None,
@@ -110,7 +110,7 @@ class _TiledAttention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         up: Tensor | None,
-        source: RingSource | GatherSource,
+        source: KeySource,
         kernel: TileKernel,
         known: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
@@ -129,5 +129,5 @@ class _TiledAttention(torch.autograd.Function):
         return *grads, dsinks, source.up_grad() if up is not None else None, None, None, None
 
 
-def _of_latents(source: RingSource | GatherSource, up: Tensor | None, q: Tensor, k: Tensor) -> Source:
+def _of_latents(source: KeySource, up: Tensor | None, q: Tensor, k: Tensor) -> Source:
     return source if up is None else LatentSource(source, up, q.size(3) - k.size(3))

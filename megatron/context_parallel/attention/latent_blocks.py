@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import KeyGradients, accumulation_dtype
-from megatron.context_parallel.attention.ring import GatherSource, KeyBlock, RingSource
+from megatron.context_parallel.attention.ring import KeyBlock, KeySource
 from megatron.platform.autograd import without_autocast
 
 
@@ -33,7 +33,7 @@ class LatentSource:
         value_dim: V.
     """
 
-    def __init__(self, latents: RingSource | GatherSource, up: Tensor, plain: int) -> None:
+    def __init__(self, latents: KeySource, up: Tensor, plain: int) -> None:
         self.latents, self.up, self.plain = latents, up, plain
         self.single = latents.single
         self.value_dim = up.size(1) - plain

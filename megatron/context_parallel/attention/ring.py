@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import KeyGradients, accumulation_dtype, packed, unpacked
-from megatron.context_parallel.attention.ring_plan import Hop, Message, RingPlan
+from megatron.context_parallel.attention.ring_plan import AttentionPlan, Hop, Message, RingPlan
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Spans, count, place
+from megatron.decisions.key_exchange import KEY_EXCHANGES, PASSED_ON
 
 
 @dataclass
@@ -58,6 +61,35 @@ class KeyBlock:
         return total
 
 
+class KeySource(Protocol):
+    """Gives the blocks of keys and values that a rank's queries meet, and sends back their gradients.
+
+    Attributes:
+        hops: the blocks, with their tiles.
+        single: there is one block, and it has all the tiles of these queries.
+    """
+
+    hops: tuple[Hop, ...]
+    single: bool
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, axis: Axis, rank: int | None = None) -> KeySource:
+        """The source of ring rank ``rank`` (default: this one), without chunks."""
+
+    @property
+    def sent(self) -> int:
+        """Rows of keys and values that the rank sends in a forward pass."""
+
+    def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
+        """See :meth:`RingSource.blocks`."""
+
+
+def key_source(exchange: str, plan: AttentionPlan, axis: Axis, rank: int | None = None) -> KeySource:
+    """The source that a name of decisions/key_exchange.py stands for; on a ring of one rank all do the same."""
+    module, _, name = KEY_EXCHANGES[exchange if axis.size > 1 else PASSED_ON].source.partition(":")
+    return getattr(import_module(f"megatron.context_parallel.attention.{module}"), name).of(plan, axis, rank)
+
+
 class RingSource:
     """Gives the key blocks of a ring and sends back their gradients. On a ring of one rank nothing is sent.
 
@@ -70,8 +102,16 @@ class RingSource:
     """
 
     def __init__(self, plan: RingPlan, axis: Axis) -> None:
-        self.plan, self.axis = plan, axis
+        self.plan, self.axis, self.hops = plan, axis, plan.hops
         self.single = len(plan.hops) == 1
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, axis: Axis, rank: int | None = None) -> RingSource:
+        return cls(plan.ring(rank=rank), axis)
+
+    @property
+    def sent(self) -> int:
+        return sum(count(hop.keys_out.rows) for hop in self.hops)
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         """Every block that this rank needs, its own first. While the caller computes on a block, the next is received.
@@ -170,7 +210,16 @@ class GatherSource:
     single = True
 
     def __init__(self, hop: Hop, axis: Axis) -> None:
-        self.hop, self.axis = hop, axis
+        self.hops, self.axis = (hop,), axis
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, axis: Axis, rank: int | None = None) -> GatherSource:
+        return cls(plan.gathered(rank=rank), axis)
+
+    @property
+    def sent(self) -> int:
+        """Around a ring of an all-gather, each rank passes on all blocks but one."""
+        return count(self.hops[0].held) * (self.axis.size - 1) // self.axis.size
 
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         """The only block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
@@ -179,7 +228,7 @@ class GatherSource:
         dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)
         keys = unpacked(gathered, k.size(3))
         grads = None if own is None else KeyGradients(*keys)
-        yield KeyBlock(*keys, self.hop, gathered, grads)
+        yield KeyBlock(*keys, self.hops[0], gathered, grads)
         if own is not None:
             total = grads.packed()
             mine = total.new_empty((k.size(0), *total.shape[1:]))

@@ -130,12 +130,12 @@ class AttentionPlan:
         return _plan(queries[rank], keys, self._tiles, self._paths(chunk, query_chunk), rank)
 
     @memoized
-    def gathered(self) -> Hop:
-        """One block with the keys of all ring ranks, in the order of an all-gather over the ring."""
+    def gathered(self, *, rank: int | None = None) -> Hop:
+        """One block with the keys of all ring ranks, in the order of an all-gather over the ring; see :meth:`ring`."""
         ring = self.layout.grid.ring
-        spans = tuple(span for rank in range(ring.size) for span in self.key_layout.ring_spans(rank))
-        computed = self._tiles(self.layout.ring_spans(ring.rank), spans)
-        return Hop(ring.rank, ((0, count(spans)),), computed)
+        own = ring.rank if rank is None else rank
+        spans = tuple(span for home in range(ring.size) for span in self.key_layout.ring_spans(home))
+        return Hop(own, ((0, count(spans)),), self._tiles(self.layout.ring_spans(own), spans))
 
     @memoized
     def tiles_of_chunks(self, query: int, key: int, ring: int) -> Tiles:

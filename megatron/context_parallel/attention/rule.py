@@ -15,6 +15,7 @@ from megatron.context_parallel.layout.masks import Causal, Mask, has_tree, insid
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions.block_sizes import BlockTable
+from megatron.decisions.key_exchange import KEY_EXCHANGES, PASSED_ON
 from megatron.platform.autograd import autocast_inputs, without_autocast
 from megatron.platform.streams import to_device
 
@@ -58,7 +59,8 @@ class AttentionRule:
             host memory, in blocks of rows (DeepSpeed4Science, figure 4).
         dropout: of the attention weights, by position, for the heads before the all-to-all. None or a probability of 0:
             no dropout.
-        gather_keys: ring ranks all-gather the keys instead of passing them on (ring.py); not supported in chunks.
+        gather_keys: the same as ``exchange="all_gather"``.
+        exchange: how keys travel on the ring, by the table of decisions/key_exchange.py.
         softcap: a score s becomes ``softcap * tanh(s / softcap)``, before ALiBi (Gemma 2, arXiv 2408.00118); None: no
             cap.
         sinks: fp32 [heads], of the heads before the all-to-all: one additional score in each softmax of a head, for a
@@ -79,6 +81,7 @@ class AttentionRule:
     mask_cpu_threshold: int = 16384
     dropout: Dropout | None = None
     gather_keys: bool = False
+    exchange: str = PASSED_ON
     softcap: float | None = None
     sinks: Tensor | None = None
     up: Tensor | None = None
@@ -87,6 +90,10 @@ class AttentionRule:
     def __post_init__(self) -> None:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap={self.softcap} must be above 0; use None for no cap")
+        if self.gather_keys:
+            object.__setattr__(self, "exchange", "all_gather")
+        if self.exchange not in KEY_EXCHANGES:
+            raise ValueError(f"exchange={self.exchange!r} is unknown: use one of {', '.join(KEY_EXCHANGES)}")
 
     def tile_kernel(self, q_SBHD: Tensor, ulysses: Axis, seq_length: int, value_dim: int | None = None) -> TileKernel:
         """The kernel and its options for queries [s, b, heads of this rank, d], after the all-to-all.

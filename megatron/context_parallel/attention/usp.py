@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.attention.attend import Kept, tiled_attention
-from megatron.context_parallel.attention.ring import GatherSource, RingSource
+from megatron.context_parallel.attention.ring import key_source
 from megatron.context_parallel.attention.ring_plan import AttentionPlan, attention_plan
 from megatron.context_parallel.attention.rule import AttentionRule, one_dtype
 from megatron.context_parallel.attention.ulysses import ulysses_attention
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.positions.position_dropout import Dropout
+from megatron.decisions.key_exchange import PASSED_ON
 from megatron.platform.autograd import refuse_transforms
 
 
@@ -35,6 +36,7 @@ def attention(
     mask_cpu_threshold: int = 16384,
     dropout: Dropout | None = None,
     gather_keys: bool = False,
+    exchange: str = PASSED_ON,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -46,7 +48,7 @@ def attention(
         layout: which rank holds which tokens.
         mask: which keys a query attends to; one mask, or a sequence with one for each sample of the batch.
         key_layout: layout of the keys if they come from another sequence (cross-attention); default ``layout``.
-        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys, softcap, sinks: see
+        kernel, scale, alibi_slopes, mask_cpu_threshold, dropout, gather_keys, exchange, softcap, sinks: see
             :class:`~megatron.context_parallel.attention.rule.AttentionRule`.
 
     Returns:
@@ -65,6 +67,7 @@ def attention(
         mask_cpu_threshold=mask_cpu_threshold,
         dropout=dropout,
         gather_keys=gather_keys,
+        exchange=exchange,
         softcap=softcap,
         sinks=sinks,
     )
@@ -139,9 +142,6 @@ def attention_between_all_to_alls(
     value_dim = v_SBHD.size(3) if up is None else up.size(1) - q_SBHD.size(3) + k_SBHD.size(3)
     kernel = rule.tile_kernel(q_SBHD, grid.ulysses, longest, value_dim)
     plan = plan or attention_plan(layout, rule.mask, key_layout)
-    if rule.gather_keys and grid.ring.size > 1:
-        source = GatherSource(plan.gathered(), grid.ring)
-    else:
-        source = RingSource(plan.ring(), grid.ring)
+    source = key_source(rule.exchange, plan, grid.ring)
     sinks = rule.local_sinks(q_SBHD, grid.ulysses)
     return tiled_attention(q_SBHD, k_SBHD, v_SBHD, source=source, kernel=kernel, sinks=sinks, up=up, kept=kept)

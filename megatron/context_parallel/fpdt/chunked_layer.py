@@ -20,6 +20,7 @@ from megatron.context_parallel.fpdt.chunk_pass import ChunkPass
 from megatron.context_parallel.fpdt.chunk_work import LayerFunctions
 from megatron.context_parallel.fpdt.host_store import HiddenStates
 from megatron.decisions.division import goes_by_keys
+from megatron.decisions.key_exchange import KEY_EXCHANGES
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class ChunkedLayer(LayerFunctions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rule.gather_keys and self.layout.grid.ring.size > 1:
-            raise ValueError("gather_keys=True with a layer in chunks is not supported: leave it out")
+        if not KEY_EXCHANGES[self.rule.exchange].in_chunks and self.layout.grid.ring.size > 1:
+            name = "gather_keys=True" if self.rule.gather_keys else f"exchange={self.rule.exchange!r}"
+            raise ValueError(f"{name} with a layer in chunks is not supported: leave it out")
         if self.rule.up is not None:
             raise ValueError("up= with a layer in chunks is not supported: make keys and values in project")
 

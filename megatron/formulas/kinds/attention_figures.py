@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from megatron.decisions.key_exchange import KEY_EXCHANGES
 from megatron.formulas.sizes import WIDE, Tensor, heads_of, norm_of, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
@@ -113,13 +114,15 @@ def attention_working(workload: Workload, strategy: Strategy, itemsize: int) -> 
     """Bytes of attention's backward pass without what attention keeps: dout, dq, dk, dv and blocks on the ring."""
     sizes, ring = sizes_of(workload, strategy, itemsize), strategy.ring
     working = sizes.local_out + sizes.local_q + sizes.local_kv + sizes.lse
-    if ring > 1:
-        working = sizes.local_out + sizes.local_q * WIDE // itemsize + ring_blocks(sizes.local_kv, ring, itemsize)
+    held, wide = KEY_EXCHANGES[strategy.key_exchange].held, WIDE // itemsize
+    if ring > 1 and held is not None:
+        working += held(ring, wide) * sizes.local_kv
+    elif ring > 1:
+        working = sizes.local_out + sizes.local_q * wide + ring_blocks(sizes.local_kv, ring, itemsize)
         working += sizes.local_q // 2 + sizes.local_kv  # dq, dk, dv of a tile
         if ring > 2 and workload.causal and (workload.whole or not workload.keys):
             # This rank's dk and dv are those of one tile, in its dtype, until the other ranks' sums return. The peak
             # is when a block's sums are packed for sending while others arrive, or at the end of a tile.
-            wide = WIDE // itemsize
             sums = max((3 + 3 * wide) * sizes.local_kv, (4 + 2 * wide) * sizes.local_kv + sizes.local_q // 2)
             working = sizes.local_out + sizes.local_q * wide + sums
     if strategy.ulysses > 1:

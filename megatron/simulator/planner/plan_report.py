@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron.decisions.key_exchange import PASSED_ON
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.planner.explain import GIB, count, grid_words, losing, saving_words, winning
@@ -31,6 +32,7 @@ def training_flags(workload: Workload, strategy: Strategy) -> list[str]:
     if s.tensor > 1:
         flags += ["--tensor-model-parallel-size", str(s.tensor), *(["--sequence-parallel"] * s.sequence_parallel)]
     flags += ["--ulysses-parallel-size", str(s.ulysses), "--ring-parallel-size", str(s.ring)]
+    flags += ["--cp-comm-type", s.key_exchange] * (s.key_exchange != PASSED_ON)
     if s.pipeline > 1:
         flags += ["--pipeline-model-parallel-size", str(s.pipeline)]
     if workload.shape.mixture:

@@ -257,4 +257,5 @@ def strategy_of(config: Config) -> Strategy:
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         muon=config.optimizer.optimizer == "muon",
+        key_exchange=parallel.key_exchange,
     )

@@ -45,7 +45,7 @@ def attention_rule(config: Config, grid: Grid) -> AttentionRule:
         attention.attention_kernel,
         alibi_slopes=slopes,
         mask_cpu_threshold=attention.mask_cpu_threshold,
-        gather_keys=config.parallel.cp_comm_type == ["all_gather"],
+        exchange=config.parallel.key_exchange,
         softcap=model.attn_logit_softcapping,
         measured=measured_blocks(attention.attention_block_sizes)[0],
     )

@@ -23,6 +23,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_tiles imp
     walk_numbers,
     walk_sizes,
 )
+from megatron.context_parallel.attention.ring import key_source
 from megatron.context_parallel.attention.ring_plan import AttentionPlan
 from megatron.context_parallel.layout.documents import document_rows
 from megatron.context_parallel.layout.masks import Documents, Mask
@@ -30,6 +31,7 @@ from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import count
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.decisions.block_sizes import BlockTable, passes
+from megatron.decisions.key_exchange import PASSED_ON
 from megatron.platform.streams import to_device
 
 
@@ -72,14 +74,14 @@ class BatchPlans:
         layout: which rank holds which tokens.
         masks: the masks inside a document of the model's layers. A layer with another mask derives its own plan.
         device: of the kernels.
-        gather_keys: whether layers all-gather the keys.
+        exchange: how keys travel on the ring.
         triton: the calls of Triton's kernels; None: layers use others.
     """
 
     layout: SequenceLayout
     masks: tuple[Mask, ...]
     device: torch.device
-    gather_keys: bool = False
+    exchange: str = PASSED_ON
     triton: TritonCalls | None = None
 
     def make(self, ends: Tensor) -> list[PlanTables]:
@@ -91,7 +93,7 @@ class BatchPlans:
 
     def _made(self, layout: SequenceLayout, mask: Mask) -> PlanTables:
         plan = AttentionPlan(layout, mask)
-        for tiles in complete(plan, self.gather_keys):
+        for tiles in complete(plan, self.exchange):
             for sizes in walks(tiles, self.triton) if tiles and self.triton else ():
                 walk_numbers(tiles, sizes)
         balanced_spans = layout.balanced_spans if layout.balance == "documents" else ()
@@ -112,13 +114,12 @@ class BatchPlans:
         return (Documents(row, mask) for row in dict.fromkeys(rows) for mask in self.masks)
 
 
-def complete(plan: AttentionPlan, gather_keys: bool = False) -> list[Tiles]:
+def complete(plan: AttentionPlan, exchange: str = PASSED_ON) -> list[Tiles]:
     """Make all parts of a plan that a layer asks for; returns their tiles."""
     layout, found = plan.layout, []
     chunks, ring = range(layout.chunks), range(layout.grid.ring.size)
     if len(chunks) == 1:
-        hops = [plan.gathered()] if gather_keys and len(ring) > 1 else plan.ring().hops
-        return [hop.tiles for hop in hops]
+        return [hop.tiles for hop in key_source(exchange, plan, layout.grid.ring).hops]
     plan.last_keys()
     for query in chunks:
         for key in plan.keys_of(query):

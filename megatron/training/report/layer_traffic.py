@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.certifying.comparing import listed
+from megatron.context_parallel.attention.ring import key_source
 from megatron.context_parallel.attention.ring_plan import attention_plan
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import count
 from megatron.formulas.sizes import heads_of
 from megatron.training.model.attention_rule import layer_masks
 from megatron.training.model.core_config import compute_dtype
@@ -50,10 +50,11 @@ def layer_traffic(config: Config) -> list[LayerTraffic]:
     row = numbers * compute_dtype(config).itemsize * config.data.micro_batch_size
     groups = []
     for mask in dict.fromkeys(masks):
-        plans = [attention_plan(layout, mask).ring(rank=rank) for rank in range(ring)]
-        sent = [sum(count(hop.keys_out.rows) for hop in plan.hops) for plan in plans]
+        plan, axis = attention_plan(layout, mask), layout.grid.ring
+        sources = [key_source(parallel.key_exchange, plan, axis, rank) for rank in range(ring)]
+        pairs = max(sum(tile.pairs for hop in source.hops for tile in hop.tiles) for source in sources)
         those = tuple(number for number, other in enumerate(masks, 1) if other == mask)
-        groups.append(LayerTraffic(mask, those, max(plan.pairs for plan in plans), row * max(sent)))
+        groups.append(LayerTraffic(mask, those, pairs, row * max(source.sent for source in sources)))
     return groups
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from megatron.decisions.key_exchange import KEY_EXCHANGES, PASSED_ON
 from megatron.decisions.state_exchange import EXCHANGES
 from megatron.training.settings.flag import AT_LEAST_1, AT_MOST_A_YEAR, count, flag
 from megatron.training.settings.kinds.expert_kind import EXPERTS
@@ -49,7 +50,8 @@ class ParallelConfig:
     cp_comm_type: list[str] | None = flag(
         None,
         "Megatron-LM's name for the split: p2p is Ring, a2a is Ulysses, a2a+p2p is both (with "
-        "--hierarchical-context-parallel-sizes); all_gather is Ring that gathers all keys at once",
+        "--hierarchical-context-parallel-sizes); "
+        + "; ".join(f"{name} {how.says}" for name, how in KEY_EXCHANGES.items() if name != PASSED_ON),
         nargs="+",
         stage=True,
         generation=True,
@@ -162,3 +164,9 @@ class ParallelConfig:
         "the route to MASTER_ADDR",
         generation=True,
     )
+
+    @property
+    def key_exchange(self) -> str:
+        """How keys travel on the ring, by the table of decisions/key_exchange.py."""
+        name = (self.cp_comm_type or [PASSED_ON])[0]
+        return name if name in KEY_EXCHANGES else PASSED_ON

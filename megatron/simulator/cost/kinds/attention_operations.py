@@ -8,9 +8,12 @@ the last of these transfers (context_parallel/attention/ring.py).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import ceil
+from types import ModuleType
 
 from megatron.decisions.division import goes_by_keys, head_plan
+from megatron.decisions.key_exchange import KEY_EXCHANGES
 from megatron.formulas.host_bytes import forward_loads, waiting_chunks
 from megatron.formulas.kinds import mixer_of
 from megatron.formulas.ring_work import RingBlocks, block_pairs, chunk_pairs, key_blocks_by_queries, ring_blocks
@@ -128,6 +131,11 @@ def _exchange(
 
 
 # --- tiles around a ring ---
+
+
+def ring_work(strategy: Strategy) -> ModuleType:
+    """The module with the work of the strategy's exchange of keys."""
+    return import_module(f"megatron.simulator.cost.kinds.{KEY_EXCHANGES[strategy.key_exchange].work}")
 
 
 def ring_forward(a: Attended, strategy: Strategy) -> list[Segment]:
@@ -529,13 +537,19 @@ def mix(work: LayerWork, *, saving: bool, kept: bool = False) -> list[Segment]:
     """The forward pass between the projections; ``kept``: its result is known, so that no tile is computed."""
     strategy, a, chunks, tokens = work.strategy, work.attended, work.chunks, work.rows.tokens
     chunked = strategy.fpdt_chunk > 0
-    tiles = chunked_forward(a, strategy, chunks, saving=saving) if chunked else ring_forward(a, strategy)
+    tiles = (
+        chunked_forward(a, strategy, chunks, saving=saving)
+        if chunked
+        else ring_work(strategy).ring_forward(a, strategy)
+    )
     return [*to_heads(a, strategy, tokens, chunks), *([] if kept else tiles), *to_sequence(a, strategy, tokens, chunks)]
 
 
 def mix_grad(work: LayerWork) -> list[Segment]:
     """The backward pass of :func:`mix`."""
     strategy, a, chunks, tokens = work.strategy, work.attended, work.chunks, work.rows.tokens
-    tiles = chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_backward(a, strategy)
+    tiles = (
+        chunked_backward(a, strategy, chunks) if strategy.fpdt_chunk else ring_work(strategy).ring_backward(a, strategy)
+    )
     back = to_sequence(a, strategy, tokens, chunks, backward=True)
     return [*back, *tiles, *to_heads(a, strategy, tokens, chunks, backward=True)]

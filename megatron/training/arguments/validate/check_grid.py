@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import gcd
 
 from megatron.decisions.division import length_unit, uneven_heads
+from megatron.decisions.key_exchange import KEY_EXCHANGES, PASSED_ON
 from megatron.training.arguments.schedule import batch_steps
 from megatron.training.arguments.stages import stage_span
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
@@ -32,7 +33,7 @@ def complete_context(config: Config) -> None:
         total = None
     if parallel.cp_comm_type:
         ulysses, ring = _by_comm_type(config, total, ulysses, ring)
-        if parallel.cp_comm_type != ["all_gather"]:
+        if parallel.key_exchange == PASSED_ON:
             parallel.cp_comm_type = None  # from here on only the sizes are read
         given = (ulysses or 1) * (ring or 1)
     if total is not None and (total % given or (ulysses and ring and total != given)):
@@ -60,17 +61,18 @@ def _by_comm_type(config: Config, total: int | None, ulysses: int | None, ring: 
     """The sizes of Ulysses and Ring by --cp-comm-type, which has no effect without --context-parallel-size."""
     kinds = set(config.parallel.cp_comm_type)
     words = f"--cp-comm-type {' '.join(config.parallel.cp_comm_type)}"
-    if unknown := kinds - {"p2p", "a2a", "a2a+p2p", "all_gather"}:
-        raise Refusal(words, f": {sorted(unknown)[0]} is unknown; use p2p, a2a, a2a+p2p or all_gather")
+    *known, last = dict.fromkeys([PASSED_ON, "a2a", "a2a+p2p", *KEY_EXCHANGES])
+    if unknown := kinds - {*known, last}:
+        raise Refusal(words, f": {sorted(unknown)[0]} is unknown; use {', '.join(known)} or {last}")
     if len(kinds) > 1:
         raise Refusal(words, ": different types for different layers are not supported: give one type")
     (kind,) = kinds
-    if kind == "all_gather" and (ring or total or 1) > 1:
-        if config.chunks.fpdt:
+    if config.parallel.key_exchange != PASSED_ON and (ring or total or 1) > 1:
+        if config.chunks.fpdt and not KEY_EXCHANGES[kind].in_chunks:
             raise Refusal(
                 f"{words} and --fpdt",
-                "cannot be combined, because FPDT sends keys chunk by chunk: use --cp-comm-type p2p",
-                Fix("--cp-comm-type p2p"),
+                f"cannot be combined, because FPDT sends keys chunk by chunk: use --cp-comm-type {PASSED_ON}",
+                Fix(f"--cp-comm-type {PASSED_ON}"),
             )
         return (ulysses, ring) if ulysses or ring else (1, total)
     if total in (None, 1):
