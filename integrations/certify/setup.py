@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path("../..")  # pip builds in this folder
+PACKAGES = ["megatron.certifying", "megatron.certifying.of_torch", "megatron.system"]
 
 setup(
     name="longcontext-certify",
@@ -13,8 +14,8 @@ setup(
     description="Checks that a parallel PyTorch program computes what one process computes",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=["megatron.certifying", "megatron.system"],
-    package_dir={f"megatron.{name}": str(ROOT / "megatron" / name) for name in ("certifying", "system")},
+    packages=PACKAGES,
+    package_dir={name: str(ROOT / name.replace(".", "/")) for name in PACKAGES},
     install_requires=["torch>=2.6", "numpy"],
     extras_require={"pictures": ["matplotlib"]},
     entry_points={

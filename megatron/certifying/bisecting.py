@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 from torch import Tensor
 
 from megatron.certifying.comparing import Compared, fitted, listed, ratio
@@ -24,7 +25,7 @@ from megatron.certifying.recording import (
     Reference,
     error,
 )
-from megatron.certifying.rows import Rows, find_positions, part_of
+from megatron.certifying.rows import Rows, find_positions, part_of, split_dim, with_joined_calls
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class FirstDifference:
     """Where a program first differs.
 
     Attributes:
-        kind: weights, forward, backward, loss scale, scale, reduction, clipping norm, update, or loss.
+        kind: weights, data, forward, backward, loss scale, scale, reduction, clipping norm, update, or loss.
         modules: names of the modules at fault; "" is the program outside of its modules.
         text: what is known, in words.
     """
@@ -53,17 +54,53 @@ def bisect(reference: Reference, ranks: Sequence[Recording], wrong: Sequence[Com
         wrong: the numbers of the step that differ.
     """
     one = reference.recording
-    rows = find_positions(one, ranks)
-    length = _length(one, rows)
     limits = reference.limits(sum(x is not None for x in one.numbers.values()) * len(ranks))
+    rows = find_positions(one, ranks)
+    if not any(rows) or not _same_calls(one, ranks):
+        ranks = [with_joined_calls(rank, one.numbers) for rank in ranks]
+        one = with_joined_calls(one, one.numbers)
+        rows = find_positions(one, ranks)
+    length = _length(one, rows)
     outputs = [key for key in one.numbers if key[0] == OUTPUT]
     return (
         _weights(one, ranks, limits)
+        or _data(one, ranks, rows, outputs)
         or _forward(one, ranks, rows, length, limits, outputs)
         or _backward(one, ranks, rows, length, limits, outputs, wrong)
         or _scale(one, wrong)
-        or _step(wrong)
+        or _step(wrong, any(True for key in outputs for _ in _pairs(key, one, ranks, rows, length)))
     )
+
+
+def _same_calls(one: Recording, ranks: Sequence[Recording]) -> bool:
+    """Whether call n of a module on a rank has rows of its call n on one process, or the program says of which."""
+    if any(rank.positions or rank.calls != (0, 1) for rank in ranks):
+        return True
+    outputs = {key for key in one.numbers if key[0] == OUTPUT}
+    for rank in ranks:
+        own = {key for key in rank.numbers if key[0] == OUTPUT}
+        modules = {key[1] for key in own}
+        if own != {key for key in outputs if key[1] in modules}:
+            return False
+    return True
+
+
+def _data(one: Recording, ranks, rows: Sequence[Rows], outputs: Sequence[Key]) -> FirstDifference | None:
+    """Rows of the batch or the sequence that no rank has; None if there are none."""
+    key = next((key for key in outputs if split_dim(key, one, ranks) is not None), None)
+    if key is None or not all(rows):
+        return None
+    whole, dim = one.numbers[key], split_dim(key, one, ranks)
+    parts = [max(some.values(), key=len) for some in rows]
+    if 0 < dim == whole.dim() - 1 or whole.size(dim) != sum(map(len, parts)):
+        return None  # features are split, or other rows
+    missing = sorted(set(range(whole.size(dim))) - {int(row) for part in parts for row in part})
+    if not missing:
+        return None
+    text = f"rows {listed(missing)} of the output of {_named(key[1])} are on no rank"
+    again = [r for r in range(len(parts)) if any(torch.equal(parts[r], other) for other in parts[:r])]
+    more = f"; ranks {listed(again)} have the same rows as a rank before them" if again else ""
+    return FirstDifference("data", (key[1],), text + more)
 
 
 def _length(one: Recording, rows: Sequence[Rows]) -> int:
@@ -217,10 +254,15 @@ def _scale(one: Recording, wrong: Sequence[Compared]) -> FirstDifference | None:
     return FirstDifference("scale", ("",), text)
 
 
-def _step(wrong: Sequence[Compared]) -> FirstDifference:
-    """The first difference after the backward pass, if all modules agree."""
+def _step(wrong: Sequence[Compared], seen: bool) -> FirstDifference:
+    """The first difference after the backward pass, if all modules agree.
+
+    Args:
+        seen: whether any activation could be compared.
+    """
+    first = "activations and their gradients agree" if seen else "no activation could be compared"
     for kind, name, what in (
-        (GRADIENT, "reduction", "activations and their gradients agree, these parameters' gradients do not"),
+        (GRADIENT, "reduction", f"{first}; these parameters' gradients differ"),
         (NORM, "clipping norm", "all gradients agree, the norm does not"),
         (UPDATE, "update", "all gradients agree, the changes of these parameters do not"),
         (LOSS, "loss", "all gradients agree, the reported loss does not"),

@@ -81,9 +81,13 @@ def compared(key: Key, right: Tensor | None, ranks: Sequence[dict], limit: float
             errors.append(None)
         elif (x is None) != (right is None):
             errors.append(float("inf"))
-            note = f"missing on rank {rank}" if x is None else f"rank {rank} has a tensor, one process has none"
+            missing = f"missing on {'every rank' if nowhere else f'rank {rank}'}"
+            note = missing if x is None else f"rank {rank} has a tensor, one process has none"
         else:
             errors.append(0.0 if x is None else error(key, x, right))
+            if x is not None and x.shape != right.shape:
+                shapes = f"shape {tuple(x.shape)} on rank {rank}, {tuple(right.shape)} on one process"
+                note = f"{shapes}: return whole tensors in Outcome"
     known = [rank for rank, one in enumerate(errors) if one is not None and ranks[rank].get(key) is not None]
     if right is None or not known:
         return Compared(key, tuple(errors), limit, 1.0, 1.0, note)

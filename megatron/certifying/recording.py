@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron.certifying.of_torch.whole import Models, compiles, modules, readable, uncompiled, whole, whole_tensors
 from megatron.certifying.rounding import SAMPLES, Rounding, factor, tensors
 
 Key = tuple  # (kind, name) or (kind, module, number of its call)
@@ -27,8 +28,9 @@ class Outcome:
     """What a program returns on each rank after one step.
 
     Attributes:
-        model: the model; or its modules by the names that they have on one process, if a rank holds only some of them.
-        losses: of the whole batch, the same on every rank: one, or one for each step.
+        model: the model, which may be wrapped by DDP, FSDP or torch.compile; if a rank holds only a part of it, a list
+            of models with the names of the whole one, or modules by the names that they have on one process.
+        losses: of the whole batch: one, or one for each step. None on a rank that has none, as in a pipeline.
         gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, read
             before the first step of an optimizer; without an optimizer, at the end.
         norm: gradient norm by which the gradients were clipped.
@@ -39,8 +41,8 @@ class Outcome:
             process.
     """
 
-    model: nn.Module | Mapping[str, nn.Module]
-    losses: float | Tensor | Sequence[float | Tensor]
+    model: Models
+    losses: float | Tensor | Sequence[float | Tensor] | None = None
     gradients: Mapping[str, Tensor | None] | None = None
     norm: float | Tensor | None = None
     updates: Mapping[str, Tensor] | None = None
@@ -59,12 +61,14 @@ class Recording:
         numbers: by kind and name, in the order in which they were computed.
         exact: by the key of a parameter's update, the last bit of the parameter's largest entry; smaller changes are
             lost.
+        compiled: whether torch.compile compiled a part of the program.
     """
 
     numbers: Numbers
     positions: dict[int, Tensor] = field(default_factory=dict)
     calls: tuple[int, int] = (0, 1)
     exact: dict[Key, float] = field(default_factory=dict)
+    compiled: bool = False
 
 
 @dataclass
@@ -92,6 +96,8 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
     if groups := sys.modules.get("megatron.context_parallel.core.groups"):
         groups.forget_grid()  # of an earlier call, if the program uses this library
     with ExitStack() as stack:
+        if watch:
+            stack.enter_context(uncompiled())
         calls = stack.enter_context(_watched()) if watch else []
         before = stack.enter_context(_first_update())
         if nudge is not None:
@@ -99,10 +105,11 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
         outcome = program(**sizes)
     if not isinstance(outcome, Outcome):
         outcome = Outcome(*outcome)
-    result = Recording(_numbers(outcome, before, calls), calls=outcome.calls)
-    for name, parameter in _parameters(outcome.model):
-        if parameter.numel():
-            result.exact[UPDATE, name] = float(whole(parameter.detach()).abs().max()) * torch.finfo(parameter.dtype).eps
+    result = Recording(_numbers(outcome, before, calls), calls=outcome.calls, compiled=compiles())
+    if outcome.updates is None and not _holds_parts(outcome):
+        for name, x in whole_tensors(outcome.model, lambda parameter: parameter).items():
+            if x.numel():
+                result.exact[UPDATE, name] = float(x.abs().max()) * torch.finfo(x.dtype).eps
     positions = outcome.positions
     if positions is not None:
         by_length = positions if isinstance(positions, Mapping) else {len(positions): positions}
@@ -151,23 +158,17 @@ def error(key: Key, x: Tensor, right: Tensor) -> float:
     return float(off / size) if float(size) else float("inf") if float(off) else 0.0
 
 
-def whole(x: Tensor) -> Tensor:
-    """A DTensor as the complete tensor, and one that still arrives when it is there; all its ranks call this."""
-    x = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return x.wait() if hasattr(x, "wait") else x
-
-
-def _parameters(model: nn.Module | Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    if isinstance(model, nn.Module):
-        yield from model.named_parameters()
+def _holds_parts(outcome: Outcome) -> bool:
+    """Whether the program gives its gradients itself, with modules whose parameters are parts of the whole ones."""
+    return outcome.gradients is not None and isinstance(outcome.model, Mapping)
 
 
 def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], calls: list[_Call]) -> Numbers:
     numbers: Numbers = {}
     losses = outcome.losses if isinstance(outcome.losses, Sequence) else [outcome.losses]
-    for number, loss in enumerate(losses):
+    for number, loss in enumerate(loss for loss in losses if loss is not None):
         numbers[LOSS, str(number)] = torch.as_tensor(loss, dtype=_wide(loss)).detach().cpu().reshape(())
-    names = {id(m): name for name, m in _named_modules(outcome.model)}
+    names = {id(m): name for name, m in modules(outcome.model)}
     counts: dict[Key, int] = {}
     for call in calls:
         name = names.get(call.module)
@@ -180,15 +181,16 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
         numbers |= {(WEIGHT, name, own): weight for own, weight in call.weights.items()}
     gradients, updates = outcome.gradients, outcome.updates
     if gradients is None:
-        gradients = {n: before[id(p)][1] if id(p) in before else p.grad for n, p in _parameters(outcome.model)}
-    if updates is None:
-        stepped = {n: p for n, p in _parameters(outcome.model) if id(p) in before}
-        updates = {name: whole(p.detach()) - before[id(p)][0] for name, p in stepped.items()}
+        gradients = whole_tensors(outcome.model, lambda p: before[id(p)][1] if id(p) in before else p.grad)
+    if updates is None and not _holds_parts(outcome):
+        after = whole_tensors(outcome.model, lambda p: p if id(p) in before else None)
+        old = whole_tensors(outcome.model, lambda p: before[id(p)][0] if id(p) in before else None)
+        updates = {name: x - old[name] for name, x in after.items() if x is not None}
     for name, gradient in gradients.items():
         numbers[GRADIENT, name] = None if gradient is None else whole(gradient.detach()).cpu().clone()
     if outcome.norm is not None:
         numbers[NORM, ""] = torch.as_tensor(outcome.norm, dtype=_wide(outcome.norm)).detach().cpu().reshape(())
-    for name, update in updates.items():
+    for name, update in (updates or {}).items():
         numbers[UPDATE, name] = update.detach().cpu().clone()
     return numbers
 
@@ -196,10 +198,6 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
 def _wide(value: Any) -> torch.dtype:
     """The dtype of a number; fp32 for a Python number, which may come from a tensor of any dtype."""
     return value.dtype if isinstance(value, Tensor) and value.is_floating_point() else torch.float32
-
-
-def _named_modules(model: nn.Module | Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    yield from model.named_modules() if isinstance(model, nn.Module) else model.items()
 
 
 @dataclass
@@ -212,7 +210,7 @@ class _Call:
     gradient: Tensor | None = None
 
     def keep_gradient(self, gradient: Tensor | None) -> None:
-        self.gradient = None if gradient is None else whole(gradient.detach()).cpu().clone()
+        self.gradient = None if gradient is None else _copy(gradient)
 
 
 @contextmanager
@@ -257,7 +255,12 @@ def _activation(value: Any) -> Tensor | None:
 def _first(value: Any) -> Tensor | None:
     """A copy of the activation."""
     first = _activation(value)
-    return None if first is None else whole(first.detach()).cpu().clone()
+    return None if first is None else _copy(first)
+
+
+def _copy(x: Tensor) -> Tensor | None:
+    x = readable(x)
+    return None if x is None else x.cpu().clone()
 
 
 @contextmanager
@@ -269,8 +272,8 @@ def _first_update() -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in kept:
-                    gradient = None if parameter.grad is None else whole(parameter.grad.detach()).clone()
-                    kept[id(parameter)] = whole(parameter.detach()).clone(), gradient
+                    gradient = None if parameter.grad is None else parameter.grad.detach().clone()
+                    kept[id(parameter)] = parameter.detach().clone(), gradient
 
     hook = register_optimizer_step_pre_hook(before)
     try:

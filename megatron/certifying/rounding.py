@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.certifying.of_torch.whole import local, uncompiled
+
 SAMPLES = 8  # runs with changed results; an even number
 FALSE_ALARMS = 1e-6  # probability that a right program is called wrong
 
@@ -32,12 +34,21 @@ class Rounding(TorchDispatchMode):
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    def __enter__(self) -> Rounding:
+        self._uncompiled = uncompiled()
+        self._uncompiled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._uncompiled.__exit__(*error)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.name().startswith("aten::empty") or func.name().startswith("aten::new_empty"):
             return out
-        given = {storage(x) for x in tensors((args, kwargs)) if type(x) in (Tensor, torch.nn.Parameter)}
-        for x in tensors(out):
+        given = {storage(x) for x in map(local, tensors((args, kwargs))) if type(x) in (Tensor, torch.nn.Parameter)}
+        for x in map(local, tensors(out)):
             if type(x) is Tensor and x.is_floating_point() and storage(x) not in given:  # a view is no result
                 self._change(x)
         return out
@@ -47,7 +58,8 @@ class Rounding(TorchDispatchMode):
             self._generators[x.device] = torch.Generator(x.device).manual_seed(self._seed)
         wide = x if x.dtype == torch.float64 else x.float()
         ulps = torch.rand(x.shape, generator=self._generators[x.device], dtype=wide.dtype, device=x.device) * 2 - 1
-        changed = wide * (1 + torch.finfo(x.dtype).eps * ulps)
+        last = torch.finfo(x.dtype).eps * wide.abs().clamp(min=torch.finfo(x.dtype).tiny)  # also of denormal numbers
+        changed = wide + last * ulps
         x.copy_(torch.where(wide == wide.round(), wide, changed))
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.certifying.recording import OUTPUT, Recording
+from megatron.certifying.recording import BACKWARD, INPUT, OUTPUT, Key, Numbers, Recording
 
+OF_CALLS = (INPUT, OUTPUT, BACKWARD)
 Rows = dict[int, Tensor]  # positions of a rank's tokens, by the number of tokens that its activations have
 
 
@@ -38,16 +39,22 @@ def find_positions(one: Recording, ranks: Sequence[Recording]) -> list[Rows]:
     if all(rank.positions for rank in ranks):
         return [rank.positions for rank in ranks]
     for key, whole in one.numbers.items():
-        parts = [rank.numbers.get(key) for rank in ranks]
-        if key[0] != OUTPUT or any(part is None or part.dim() != whole.dim() for part in parts):
-            continue
-        dims = [d for d in range(whole.dim()) if any(part.size(d) != whole.size(d) for part in parts)]
-        if len(dims) == 1 and all(part.size(dims[0]) < whole.size(dims[0]) for part in parts):
-            (dim,) = dims
-            found = _matched(whole.movedim(dim, 0).double(), [part.movedim(dim, 0).double() for part in parts])
+        dim = split_dim(key, one, ranks)
+        if dim is not None:
+            parts = [rank.numbers[key].movedim(dim, 0).double() for rank in ranks]
+            found = _matched(whole.movedim(dim, 0).double(), parts)
             if found is not None:
                 return [{len(rows): rows} for rows in found]
     return [{} for _ in ranks]
+
+
+def split_dim(key: Key, one: Recording, ranks: Sequence[Recording]) -> int | None:
+    """The one dim in which each rank has a part of a module's output; None if there is no such dim."""
+    whole, parts = one.numbers[key], [rank.numbers.get(key) for rank in ranks]
+    if key[0] != OUTPUT or whole is None or any(part is None or part.dim() != whole.dim() for part in parts):
+        return None
+    dims = [d for d in range(whole.dim()) if any(part.size(d) != whole.size(d) for part in parts)]
+    return dims[0] if len(dims) == 1 and all(part.size(dims[0]) < whole.size(dims[0]) for part in parts) else None
 
 
 def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
@@ -67,6 +74,37 @@ def _matched(whole: Tensor, parts: Sequence[Tensor]) -> list[Tensor] | None:
             return None
         places.append(same.int().argmax(1))
     return places
+
+
+def with_joined_calls(recording: Recording, like: Numbers) -> Recording:
+    """The recording with all calls of a module joined along their first dim, as if they had been one.
+
+    Ranks may call their modules on other micro-batches than one process does. Together they have the same rows. Calls
+    without a gradient are left out where others have one: those of recomputation. So are first calls of more rows than
+    all calls of ``like`` have together: a pipeline's last stage learns shapes from zeros.
+    """
+    numbers = {key: x for key, x in recording.numbers.items() if key[0] not in OF_CALLS or key[2] in (0, -1)}
+    rows = {
+        name: sum(len(x) for key in keys if (x := like[key]) is not None and x.dim())
+        for name, keys in _calls(like).items()
+    }
+    for name, keys in _calls(recording.numbers).items():
+        used = [key for key in keys if recording.numbers.get((BACKWARD, *key[1:])) is not None] or keys
+        parts = [x for key in used if (x := recording.numbers[key]) is not None and x.dim()]
+        if len({part.shape[1:] for part in parts}) == 1:
+            while len(parts) > 1 and sum(map(len, parts)) > rows.get(name, 0) > 0:
+                del parts[0]
+            numbers[keys[0]] = torch.cat(parts)
+    return Recording(numbers, recording.positions)
+
+
+def _calls(numbers: Numbers) -> dict[tuple, list[Key]]:
+    """The calls of each module, by kind of number, name, and whether they make a graph."""
+    calls: dict[tuple, list[Key]] = {}
+    for key in numbers:
+        if key[0] in OF_CALLS:
+            calls.setdefault((key[0], key[1], key[2] >= 0), []).append(key)
+    return calls
 
 
 def part_of(whole: Tensor, part: Tensor, rows: Rows, length: int) -> tuple[Tensor, int | None] | None:

@@ -30,6 +30,7 @@ PACKAGES = [
     "decisions",
     "formulas",
     "platform",
+    "certifying.of_torch",
     "certifying",
     "context_parallel.layout",
     "context_parallel.positions",
@@ -65,12 +66,11 @@ PACKAGES = [
     "simulator.planner",
     "simulator",
 ]
-WITHOUT_CORE = ("system", "decisions", "certifying", "context_parallel.layout", "context_parallel.positions",
-                "context_parallel.attention", "context_parallel.attention.kernels", "context_parallel.linear_attention",
-                "context_parallel.sparse_attention", "context_parallel.fpdt", "context_parallel.huggingface",
-                "formulas", "training.refusal",
-                "training.disk", "training.json_file", "training.ownership", "simulator.machines", "simulator.cost",
-                "simulator.planner")  # fmt: skip
+WITHOUT_CORE = ("system", "decisions", "certifying", "certifying.of_torch", "context_parallel.layout",
+                "context_parallel.positions", "context_parallel.attention", "context_parallel.attention.kernels",
+                "context_parallel.linear_attention", "context_parallel.sparse_attention", "context_parallel.fpdt",
+                "context_parallel.huggingface", "formulas", "training.refusal", "training.disk", "training.json_file",
+                "training.ownership", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 
 
 OURS = tuple(f"megatron.{name.split('.')[0]}" for name in PACKAGES)
