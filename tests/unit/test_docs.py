@@ -155,7 +155,10 @@ def test_combinations_that_do_not_work_yet_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the launch scripts, and stubs that record what python and torchrun would be started with."""
+    """A copy of the launch scripts, and stubs that record what python and torchrun would be started with.
+
+    A stub of pip does nothing: these pages are not to install anything into the Python that runs the tests.
+    """
     folder = tmp_path_factory.mktemp("docs")
     for script in (*ROOT.glob("examples/*/*.sh"), *ROOT.glob("benchmarks/*.sh")):
         copy = folder / script.relative_to(ROOT)
@@ -166,6 +169,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stub = folder / "stubs" / name
         stub.write_text(f'#!/bin/sh\nprintf "%s\\n" {name} "$@" >>"$CAPTURED"\nprintf "\\0" >>"$CAPTURED"\n')
         stub.chmod(0o755)
+    (folder / "stubs" / "pip").symlink_to(shutil.which("true"))
     return folder
 
 
