@@ -26,7 +26,8 @@ def full_gradients(job: Job) -> dict[str, Tensor]:
 
     def gradient(parameter: nn.Parameter) -> Tensor:
         if job.config.parallel.zero_stage < 2:
-            return parameter.main_grad.detach().float()
+            grad = parameter.main_grad.detach()
+            return grad.to(torch.promote_types(grad.dtype, torch.float32))
         return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
 
     return _whole(job, gradient)
