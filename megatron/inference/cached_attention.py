@@ -12,6 +12,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
+from megatron.context_parallel.core.mixers.sparse_attention import SparseAttention
 from megatron.context_parallel.core.spec import ContextParallelAttention
 from megatron.context_parallel.positions.rope import rotary_angles
 from megatron.inference.kv_cache import CachePlan, LatentCache, LayerCache, decode_attention, prefill_attention
@@ -131,11 +132,14 @@ class CachedLatents(CachedAttention):
 
 
 def keep_keys(model: nn.Module) -> list[CachedAttention]:
-    """Replace each core attention of a model by one with a cache; call it after loading the weights."""
+    """Replace each core attention of a model by one with a cache; call it after loading the weights.
+
+    Layers whose queries choose keys have their own cache: cached_choice.py.
+    """
     replaced = []
     for module in [*model.modules()]:
         inner = getattr(module, "core_attention", None)
-        if isinstance(inner, ContextParallelAttention):
+        if isinstance(inner, ContextParallelAttention) and not isinstance(inner, SparseAttention):
             latent = isinstance(module, LatentAttention)
             module.core_attention = CachedLatents(inner, module) if latent else CachedAttention(inner)
             replaced.append(module.core_attention)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.inference.cached_attention import Generation, keep_keys
+from megatron.inference.cached_choice import keep_choices
 from megatron.inference.cached_state import keep_states
 from megatron.inference.kv_cache import CachePlan
 from megatron.training.model.gpt import LongContextGPT
@@ -34,7 +35,7 @@ class Decoder:
     def __init__(self, model: LongContextGPT, grid: Grid, balance: str) -> None:
         self.model, self.grid, self.balance = model.eval(), grid, balance
         # Not of layers for multi-token prediction.
-        self.attentions = [*keep_keys(model.decoder), *keep_states(model.decoder)]
+        self.attentions = [*keep_keys(model.decoder), *keep_states(model.decoder), *keep_choices(model.decoder)]
         self.is_last = model.post_process
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, model.config.params_dtype

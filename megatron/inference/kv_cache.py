@@ -20,6 +20,7 @@ from megatron.context_parallel.attention.kernels.sums import Accumulator
 from megatron.context_parallel.attention.rule import AttentionRule
 from megatron.context_parallel.attention.ulysses import head_plan, ulysses_attention
 from megatron.context_parallel.attention.usp import attention_between_all_to_alls
+from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
@@ -198,17 +199,27 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, cache: LayerCache, step
         out, lse = result.sums()
         outs.append(out)
         lses.append(lse)
-    part = torch.cat((torch.cat(outs, 1), torch.cat(lses, 1)[..., None]), dim=3)  # [1, b, heads of this rank, d + 1]
+    return merged_over_ranks(q, torch.cat(outs, 1), torch.cat(lses, 1), grid, rule.sinks)
+
+
+def merged_over_ranks(q: Tensor, out: Tensor, lse: Tensor, grid: Grid, sinks: Tensor | None = None) -> Tensor:
+    """Merge what all ranks of ``grid.context`` read: ring ranks other keys, Ulysses ranks for other heads.
+
+    Args:
+        q: [1, b, heads, d], for the shape and dtype of the result.
+        out, lse: of this rank's keys and heads, [1, b, heads of this rank, d] and without d.
+    """
+    part = torch.cat((out, lse[..., None]), dim=3)  # [1, b, heads of this rank, d + 1]
     context = grid.context.size
     parts = part
     if context > 1:
         parts = part.new_empty((context, *part.shape[1:]))
         dist.all_gather_into_tensor(parts, part.contiguous(), group=grid.context.group)
-    total = Accumulator(q, v.size(3))
+    total = Accumulator(q, out.size(3))
     by_ring = parts.view(grid.ring.size, grid.ulysses.size, *part.shape[1:])  # Ulysses is innermost
     for ring in by_ring.transpose(1, 2).flatten(2, 3):
         total.add((0, 1), ring[:, :, None, :-1], ring[:, :, None, -1])
-    return total.finish(rule.sinks)[0]
+    return total.finish(sinks)[0]
 
 
 def _heads_of_rank(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:

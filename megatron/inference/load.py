@@ -88,7 +88,6 @@ def configure(words: Sequence[str], load: str, step: int | None, dtype: str | No
 
     command = [*words, "--load", load, *([] if step is None else ["--ckpt-step", str(step)])]
     config = parse(command, defaults, world, without_length)
-    check_layers(config)
     check_mask(config)
     check_experts(config, load)
     return config, saved
@@ -125,15 +124,6 @@ def check_experts(config: Config, load: str) -> None:
             f"--expert-model-parallel-size {parallel.expert_model_parallel_size}",
             "spreads experts over replicas, which answer different prompts: EP times expert TP must divide the "
             f"{ranks} ranks of TP x CP",
-        )
-
-
-def check_layers(config: Config) -> None:
-    """Refuse layers that have no cache."""
-    if config.model.experimental_attention_variant == "dsa":
-        raise Refusal(
-            "--experimental-attention-variant dsa is not for generation: its cache has no keys of the indexer; convert "
-            "the checkpoint with tools/convert_hf.py, and generate with transformers"
         )
 
 

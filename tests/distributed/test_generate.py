@@ -42,6 +42,7 @@ LATENTS = {
 }  # fmt: skip
 ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 1, "num_experts_per_tok": 4,
           "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
+CHOICE = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "head_dim": 8}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, YaRN": ("llama", LLAMA | {"rope_parameters": YARN}),
@@ -96,9 +97,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
     "deepseek": ("deepseek_v3", LLAMA | LATENTS),
     "deepseek, experts": ("deepseek_v3", LLAMA | LATENTS | ROUTED),
+    "deepseek, chosen keys": ("deepseek_v32", LLAMA | LATENTS | ROUTED | CHOICE),
+    "glm, a choice for two layers": (
+        "glm_moe_dsa",
+        LLAMA | LATENTS | ROUTED | CHOICE | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
+    ),
     "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
-WITH_EXPERTS = ("deepseek, experts", "mixtral", "nemotron_h")
+WITH_CHOICE = ("deepseek, chosen keys", "glm, a choice for two layers")
+WITH_EXPERTS = ("deepseek, experts", "mixtral", "nemotron_h", *WITH_CHOICE)
 WITH_STATES = ("qwen3_next", "nemotron_h", "mamba2")
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
@@ -137,6 +144,7 @@ EXPERT_GRIDS = {
 }
 USUAL = {
     ("deepseek", "TP 2 x R 2"),
+    ("glm, a choice for two layers", "U 2 x R 2"),
     ("gemma3", "U 2 x R 2"),
     ("qwen2", "PP 2 x U 2"),
     ("qwen3", "U 4"),
@@ -211,6 +219,7 @@ def decoder_of(folder: Path, flags: str, new_tokens: int = NEW) -> tuple[Any, An
 def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tuple[list[list[int]], int, int]:
     """(new tokens of each prompt, bytes of keys and values on this rank, by the formula)."""
     from megatron.inference.generate import Request, Sampling, generate
+    from megatron.training.settings.kinds.dsa_kind import chooses
     from megatron.training.settings.models import model_shape
     from tests.unit.test_generate import cache_bytes
 
@@ -234,6 +243,10 @@ def answers(folder: Path, flags: str, drawn: dict[str, Any] | None = None) -> tu
         with_keys = shape.pattern.count("*") if shape.pattern else shape.layers - with_states
         states = 4 * with_states // decoder.grid.pipeline.size * len(LENGTHS) * state // decoder.grid.tensor.size
         formula = formula * with_keys // shape.layers + states
+    if config.model.dsa_indexer_topk:  # layers that choose also keep the indexer's keys
+        choosing = sum(chooses(config.model)) / shape.layers
+        kept = shape.latent.keys + shape.latent.rotated
+        formula = round(formula * (1 + choosing * shape.latent.index_dim / kept))
     return [answer.tokens for answer in result], counts.cache_bytes, formula
 
 

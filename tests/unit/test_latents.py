@@ -105,13 +105,6 @@ def test_sparsity_that_is_refused(flags: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_generation_with_chosen_keys_is_refused() -> None:
-    from megatron.inference.load import check_layers
-
-    with pytest.raises(Refusal, match="dsa is not for generation"):
-        check_layers(read(f"{MLA} {INDEXER}"))
-
-
 def test_without_latents() -> None:
     with pytest.raises(Refusal, match="--rope-type yarn is read with --multi-latent-attention"):
         read("--rope-type yarn")

@@ -93,8 +93,8 @@ def choose_among(
             mine = [x[rows[0] : rows[1], sample] for x in (q, weights)]
             for keys in key_blocks(reach(held, own, length), length, block):
                 theirs = complete[keys[0] : keys[1], sample]
-                scores = chosen_triton.index_scores(mine[0], theirs, mine[1]) if fused else _scores(*mine, theirs)
-                ranked = _ranked(scores, torch.arange(*keys, device=q.device)[None])
+                at = torch.arange(*keys, device=q.device)
+                ranked = ranked_keys(mine[0], theirs, mine[1], at, fused)
                 allowed = _allowed(held, keys, own, q.device)
                 best.append(ranked if allowed is None else ranked.masked_fill_(~allowed, NOTHING))
                 if sum(x.size(1) for x in best) > 2 * top_k + 2 * block:
@@ -150,8 +150,15 @@ def _scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
     return torch.bmm(weights.unsqueeze(1), each).squeeze(1)[: shape[0], : shape[1]]
 
 
-def _ranked(scores: Tensor, there: Tensor) -> Tensor:
-    """int64 numbers in the order of the scores; of equal scores the one at the earlier position is larger."""
+def ranked_keys(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, fused: bool = False) -> Tensor:
+    """int64 numbers [r, n] in the order of the scores; of equal scores the one at the earlier position is larger.
+
+    Args:
+        q, weights: of r queries [r, heads, d] and [r, heads].
+        k: n keys [n, d], at the positions ``at`` [n].
+        fused: compute scores by Triton's kernel.
+    """
+    scores = chosen_triton.index_scores(q, k, weights) if fused else _scores(q, weights, k)
     bits = (scores + 0.0).view(torch.int32).long()  # adding zero makes -0 equal to 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered << 32) | (LAST - there)
+    return (ordered << 32) | (LAST - at)

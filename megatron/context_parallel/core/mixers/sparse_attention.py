@@ -197,12 +197,12 @@ class SparseLatentAttention(LatentAttention):
         index = () if core.indexer is None else core.indexer(hidden_states, latent)
         inputs = query, k_rotated, self._all_tokens(latent_of_keys), *index
         if self.training and self.checkpoint_core_attention:
-            mixed = checkpoint(lambda *x: self._mixed(*x, batch), False, *inputs)
+            mixed = checkpoint(lambda *x: self.mixed(*x, batch), False, *inputs)
         else:
-            mixed = self._mixed(*inputs, batch)
+            mixed = self.mixed(*inputs, batch)
         return self.linear_proj(mixed)
 
-    def _mixed(self, query: Tensor, k_rotated: Tensor, latent: Tensor, *index_and_batch: Any) -> Tensor:
+    def mixed(self, query: Tensor, k_rotated: Tensor, latent: Tensor, *index_and_batch: Any) -> Tensor:
         """Choice and attention, [s_local, b, heads * V]."""
         *index, batch = index_and_batch
         core, layout, masks, angles = self.core_attention, *self._where(batch)
@@ -214,7 +214,7 @@ class SparseLatentAttention(LatentAttention):
             chosen = batch.handed_on[core.source]
         else:
             raise self._no_choice()
-        q, kv = self._keys(query, k_rotated, latent, angles)
+        q, kv = self.rotated(query, k_rotated, latent, angles)
         out, losses = sparse_attention(
             q,
             kv,
@@ -244,7 +244,7 @@ class SparseLatentAttention(LatentAttention):
             hidden = norm(x)
             latent = self.latent_of_queries(hidden)
             k_rotated, latent_of_keys = self.latent_of_keys(hidden)
-            q, kv = self._keys(self.queries(latent), k_rotated, self._all_tokens(latent_of_keys), angles)
+            q, kv = self.rotated(self.queries(latent), k_rotated, self._all_tokens(latent_of_keys), angles)
             return q, kv, None if core.indexer is None else core.rotated(core.indexer(hidden, latent), angles)
 
         choices = batch.handed_on.get(core.source)
@@ -295,7 +295,7 @@ class SparseLatentAttention(LatentAttention):
         with torch.no_grad():
             latent = self.latent_of_queries(hidden_states)
             k_rotated, latent_of_keys = self.latent_of_keys(hidden_states)
-            q, kv = self._keys(self.queries(latent), k_rotated, self._all_tokens(latent_of_keys), angles)
+            q, kv = self.rotated(self.queries(latent), k_rotated, self._all_tokens(latent_of_keys), angles)
         index = core.rotated(core.indexer(hidden_states, latent), angles)
         counted = self._counted(batch, index.weights[:, :, 0])
         return core.taught(output, self._dense_loss(q, kv, index, counted, layout, masks), counted)
@@ -313,7 +313,7 @@ class SparseLatentAttention(LatentAttention):
         masks = settings.masks_of(batch, self.core_attention.rule.mask)
         return settings.layout_of(batch), masks, settings.rotary.angles(batch.ends)
 
-    def _keys(self, query: Tensor, k_rotated: Tensor, latent: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, query: Tensor, k_rotated: Tensor, latent: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [s_local, b, heads, R + C] and what they read [s_local, b, 1, R + C], rotated."""
         query, k_rotated = self.core_attention.settings.rotary.rotate(query, k_rotated[:, :, None], angles)
         return self.absorbed(query), torch.cat((k_rotated, latent[:, :, None]), dim=-1)
