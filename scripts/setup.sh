@@ -71,8 +71,12 @@ share_packages() {
 for path in sys.path:
     if os.path.basename(path) in ("site-packages", "dist-packages"):
         print(f"import site; site.addsitedir({path!r})")' >"$(site_packages)/shared.pth"
-    # .venv gets its own torchrun, because the shared one would start the other python
-    printf '#!%s\nfrom torch.distributed.run import main\n\nmain()\n' "$OURS" >"$VENV/bin/torchrun"
+}
+
+# .venv gets its own torchrun: PyTorch's adds thirty lines to a refusal of one, and a shared one starts the other python.
+quiet_torchrun() {
+    printf '#!%s\nimport sys\n\nfrom tools.torchrun import launch\n\nsys.exit(launch(sys.argv[1:]))\n' "$OURS" \
+        >"$VENV/bin/torchrun"
     chmod +x "$VENV/bin/torchrun"
 }
 
@@ -124,6 +128,7 @@ install_rest() {
         stop "megatron-core and this repository do not share the namespace package megatron; a package named megatron" \
             "with an __init__.py, such as an installed Megatron-LM, may be in the way"
     fi
+    quiet_torchrun
     say "ready: $OURS, $("$OURS" -V), torch $torch"
 }
 

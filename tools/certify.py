@@ -34,6 +34,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.untrusted.largest_numbers import check_numbers
 from tools.launch_command import grid as size_of_grid
 from tools.launch_command import launch
+from tools.option_parser import OptionParser
 
 EXIT_REFUSED = 2
 BOTH = [{"ulysses": 2}, {"ring": 2}, {"ulysses": 2, "ring": 2}]
@@ -65,9 +66,7 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = OptionParser(__doc__, allow_abbrev=False)
     options.add_argument(
         "--grid", action="append", default=[], metavar="AXIS=N,...", help="a grid to compare; may be given again"
     )

@@ -23,7 +23,8 @@ import argparse
 from pathlib import Path
 
 from megatron.training.refusal import Refusal
-from tools.convert_command import exit_on_signals, one_line_parser, run
+from tools.convert_command import exit_on_signals, run
+from tools.option_parser import RefusingParser
 
 
 def check(argv: list[str] | None) -> list[str]:
@@ -63,7 +64,7 @@ def path_of(folder: Path, step: int | None) -> Path:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = one_line_parser(__doc__)
+    parser = RefusingParser(__doc__)
     parser.add_argument("folder", type=Path, help="a folder for --load, or the folder of one checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to check (default: the latest)")
     parser.add_argument("--write-list", action="store_true", help="write checksums.json for the files as they are now")

@@ -37,6 +37,7 @@ from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools.launch_command import Launch, grid, launch, slurm
 from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
+from tools.option_parser import OptionParser
 
 EXIT_NOTHING, EXIT_REFUSED = 1, 2
 MISSING = re.compile(  # of bash, cat, sed and others
@@ -123,9 +124,7 @@ def parsed(flags: list[str], result: Launch, cwd: Path, done: Record, processes:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = OptionParser(__doc__, allow_abbrev=False)
     options.add_argument("--processes", type=int, metavar="N", help="number of processes; default: as the script says")
     options.add_argument(
         "--trust-script", action="store_true", help="run the script without the kernel's confinement, as bash does"

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from tools.convert_command import one_line_errors
+from tools.option_parser import OptionParser
 
 SKIP = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", ".git")
 
@@ -68,7 +69,7 @@ def collect(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     stdlib = sysconfig.get_paths()["stdlib"]
     parser.add_argument("--input", default=stdlib, metavar="DIR", help="folder to search (default: %(default)s)")
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON-lines file to write")

@@ -24,11 +24,12 @@ from rich.table import Table
 from megatron.system.whole_file import replace_file
 from tools import trace_alignment as traces
 from tools.merged_trace import merged
+from tools.option_parser import OptionParser
 from tools.profiled_trace import measured
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("predicted", type=Path, help="trace of a dry run (next to its --dry-run-json)")
     parser.add_argument("measured", type=Path, nargs="+", help="torch.profiler's traces, of one rank each")
     named = "the ranks of these traces (default: those of names like rank-3.json.gz, else 0, 1, ...)"

@@ -20,7 +20,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import tools.interrupts  # noqa: F401
 
 # isort: split
-import argparse
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,13 +31,14 @@ from typing import TYPE_CHECKING, Any
 from megatron.system.processes import cores, end_with_parent
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
+from tools.option_parser import OptionParser
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from megatron.simulator.dry_run.recording.triton_launches import Wanted
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run (default 1)")
     parser.add_argument("--processes", type=int, default=cores(), metavar="N", help="default: one a core")
     parser.add_argument(

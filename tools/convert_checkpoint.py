@@ -23,7 +23,8 @@ import tools.interrupts  # noqa: F401
 import argparse
 from pathlib import Path
 
-from tools.convert_command import exit_on_signals, one_line_parser, run, timed
+from tools.convert_command import exit_on_signals, run, timed
+from tools.option_parser import RefusingParser
 
 
 def convert(argv: list[str] | None) -> list[str]:
@@ -36,7 +37,7 @@ def convert(argv: list[str] | None) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = one_line_parser(__doc__)
+    parser = RefusingParser(__doc__)
     parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", required=True, help="folder to read")
     parser.add_argument("--to", type=Path, metavar="DIR", required=True, help="folder to write; must be new or empty")
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="dtype to write (default: the source's)")

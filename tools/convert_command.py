@@ -25,16 +25,6 @@ TOKENIZER_FIELDS = [
 ]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise Refusal(message)
-
-
-def one_line_parser(description: str) -> argparse.ArgumentParser:
-    """A parser whose errors are Refusals."""
-    return _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-
 def add_tokenizer_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the training program that choose a tokenizer."""
     for field in TOKENIZER_FIELDS:

@@ -23,7 +23,8 @@ import argparse
 from pathlib import Path
 
 from megatron.training.refusal import Refusal
-from tools.convert_command import exit_on_signals, one_line_parser, run, timed
+from tools.convert_command import exit_on_signals, run, timed
+from tools.option_parser import RefusingParser
 
 
 def convert(argv: list[str] | None) -> list[str]:
@@ -47,7 +48,7 @@ def convert(argv: list[str] | None) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = one_line_parser(__doc__)
+    parser = RefusingParser(__doc__)
     parser.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face folder to read")
     parser.add_argument("--to", type=Path, metavar="DIR", help="checkpoint folder to write; must be new or empty")
     parser.add_argument("--from", dest="from_", type=Path, metavar="DIR", help="checkpoint folder to read")

@@ -31,6 +31,7 @@ from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal, printable
 from megatron.training.settings.config import DataConfig
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
+from tools.option_parser import OptionParser
 
 
 def merged(args: argparse.Namespace) -> list[str]:
@@ -181,7 +182,7 @@ COMMANDS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)

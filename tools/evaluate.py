@@ -21,13 +21,14 @@ import tools.interrupts  # noqa: F401
 
 # isort: split
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.training.arguments.argv import flat, options
-from megatron.training.pretrain import EXIT_REFUSED, print_refusal
+from megatron.training.pretrain import CORE, EXIT_REFUSED, print_refusal
 from megatron.training.pretrain import main as program
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config
@@ -170,6 +171,7 @@ def main(argv: list[str] | None = None) -> int:
             print("error: missing: --load DIR, the checkpoint or the Hugging Face folder to evaluate", file=sys.stderr)
         return 2
     taken, notes = {}, []
+    warnings.filterwarnings("ignore", module=CORE)
     try:
         if not names & {"--help", "-h"}:
             taken, notes = settings_from_checkpoint(given)

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.refusal import Refusal
-from tools.convert_command import one_line_parser
+from tools.option_parser import RefusingParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = one_line_parser(__doc__)
+    parser = RefusingParser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="folder of a checkpoint")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load (default: the latest)")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given again")

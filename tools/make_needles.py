@@ -30,7 +30,8 @@ from megatron.training.data.tokenizer import build_tokenizer, check_vocab
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import DataConfig
-from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_signals, one_line_parser, run
+from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, exit_on_signals, run
+from tools.option_parser import RefusingParser
 
 
 def make(argv: list[str] | None) -> list[str]:
@@ -92,7 +93,7 @@ def documents(words: object, args: argparse.Namespace, needles: int) -> Iterator
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = one_line_parser(__doc__)
+    parser = RefusingParser(__doc__)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="PREFIX_text_document.bin and .idx")
     parser.add_argument("--length", type=int, required=True, metavar="N", help="tokens of a document")
     parser.add_argument("--documents", type=int, required=True, metavar="N", help="how many")

@@ -30,6 +30,7 @@ from datetime import timedelta
 from megatron.system.srun import check_ranks
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
+from tools.option_parser import OptionParser
 
 RESERVED = 64 * 1024  # bytes written at the start, so that a full disk is noticed before measuring
 
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")

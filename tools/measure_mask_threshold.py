@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from tools.option_parser import OptionParser
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,7 +34,7 @@ THRESHOLDS = {"device": 2**62, "host": 0}  # --mask-cpu-threshold for all masks 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--heads", type=int, default=4, help="heads per rank")
     parser.add_argument("--head-dim", type=int, default=64)

@@ -26,10 +26,11 @@ from megatron.simulator.planner import memory_table as tables
 from megatron.system.whole_file import replace_file
 from megatron.training.refusal import Refusal, refusing
 from megatron.training.untrusted.largest_numbers import MOST_RANKS
+from tools.option_parser import OptionParser
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", metavar="NAME", help="a named shape, such as llama3-8b")
     which.add_argument("--params", metavar="N", help="a Llama of about this many parameters, such as 7B")

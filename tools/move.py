@@ -51,6 +51,7 @@ from megatron.training.pretrain import CORE
 from megatron.training.refusal import Fix, Refusal, reason
 from megatron.training.settings.config import Config
 from tools.check_script import Launch, Record, missing_files, parsed, report_nothing, training_commands
+from tools.option_parser import OptionParser
 from tools.plan_options import MARGIN, on_nodes
 from tools.script_edits import Changes, edited
 from tools.script_edits import on_nodes as with_nodes
@@ -90,9 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = OptionParser(__doc__, allow_abbrev=False)
     options.add_argument("script", metavar="SCRIPT", help="the launch script; its own arguments follow after --")
     options.add_argument("--seq-length", required=True, metavar="N", help="tokens of a sequence, such as 128K")
     options.add_argument("--gpus", required=True, metavar="N", help="number of GPUs")

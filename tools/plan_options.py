@@ -16,6 +16,7 @@ from megatron.simulator.planner.search_space import Limits
 from megatron.training.families.named import shape
 from megatron.training.refusal import Refusal
 from megatron.training.untrusted.largest_numbers import MOST_RANKS
+from tools.option_parser import OptionParser
 
 SIZES = ("tensor", "ulysses", "ring", "data", "pipeline", "virtual", "micro_batch", "expert")
 # Share of the device's memory. The formulas for memory are within 2 % of dry runs, and of steps on a CPU, except for
@@ -24,9 +25,7 @@ MARGIN = "2%"
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    options = OptionParser(description, allow_abbrev=False)
     options.add_argument("--model", metavar="NAME", help="named shape, for example llama3-8b")
     options.add_argument("--gpus", required=True, nargs="+", metavar="N", help="number of GPUs, or several to compare")
     options.add_argument(

@@ -15,14 +15,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import tools.interrupts  # noqa: F401
 
 # isort: split
-import argparse
 from pathlib import Path
 
 from megatron.training.report.memory_picture import draw, peak_of, read, readable
+from tools.option_parser import OptionParser
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("file", nargs="*", type=Path, metavar="FILE", help="files of --profile-memory")
     parser.add_argument("--files", nargs="+", type=Path, default=[], metavar="FILE", help="more such files")
     parser.add_argument("--titles", nargs="+", metavar="TEXT", help="one for each file")

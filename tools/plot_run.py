@@ -8,7 +8,6 @@ python tools/plot_run.py out/mixtral/log.jsonl --experts out/mixtral/experts.png
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import sys
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.system.whole_file import save_figure
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import printable
+from tools.option_parser import OptionParser
 
 Row = dict[str, Any]
 MOST_BYTES, LARGEST = 1 << 29, 1e18  # limits of a log's size, and of a number in it
@@ -191,7 +191,7 @@ def summary(training: list[Row]) -> list[tuple[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="--log-jsonl files")
     parser.add_argument("--output", type=Path, help="picture to write (default: loss.png next to the first log)")
     parser.add_argument("--resumed", type=int, nargs="*", default=[], help="iterations to mark as resumed from")

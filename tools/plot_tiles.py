@@ -34,6 +34,7 @@ from megatron.training.arguments.validate.check_model import complete_attention
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config
 from megatron.training.settings.flag import reader_of
+from tools.option_parser import OptionParser
 
 if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask
@@ -125,7 +126,7 @@ def layouts_of(options: argparse.Namespace, length: int, ends: tuple[int, ...]) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument(
         "--show", choices=[*PICTURES, "gallery"], default="tiles",
         help="which picture (default: tiles); gallery: every mask on one ring",

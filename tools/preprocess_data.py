@@ -48,6 +48,7 @@ from megatron.training.data.text_files import Reader, expand, in_folder, is_fast
 from megatron.training.ownership.own_files import one_job
 from megatron.training.refusal import Refusal
 from tools.convert_command import TOKENIZER_FIELDS, add_tokenizer_options, one_line_errors
+from tools.option_parser import OptionParser
 
 MOST_WORKERS = 32  # on a machine with fewer than eight CPUs
 REFUSED = {
@@ -190,9 +191,7 @@ class _Refuse(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """Megatron-LM's options; the tokenizer's are those of the training program."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OptionParser(__doc__, allow_abbrev=False)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="FILE",
         help="files, URLs, globs, or folders, also those that Hugging Face's datasets has saved",

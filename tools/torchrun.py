@@ -5,6 +5,7 @@
     python tools/torchrun.py --nproc-per-node 8 pretrain_llama.py --model llama3-8b ...
 
 torchrun itself prints thirty more lines after a refusal and ends with 1. Everything else is as with torchrun.
+In .venv, scripts/setup.sh makes `torchrun` a start of this program.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     if words in (["-h"], ["--help"]):
         print(f"usage: torchrun.py [OPTIONS of torchrun] PROGRAM [ARGS ...]\n\n{__doc__}")
         return 0
+    return launch(words)
+
+
+def launch(words: list[str]) -> int:
+    """Run torchrun with these words; returns the exit code."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

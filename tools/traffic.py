@@ -23,12 +23,13 @@ from rich.table import Table
 from megatron.system.whole_file import replace_file
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
+from tools.option_parser import OptionParser
 
 PHASES = ("forward", "backward")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="size of the simulated cluster (default 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="rank to count (default 0)")
     parser.add_argument("--torch-rope", action="store_true", help="RoPE by PyTorch's operations, as without Triton")

@@ -26,6 +26,7 @@ from megatron.training.data.text_files import BadRecord, Reader, expand, parse
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from tools.convert_command import one_line_errors
+from tools.option_parser import OptionParser
 
 LONGEST_LINE = 4192  # bytes; SentencePiece drops longer lines
 # These settings make decoding give the same text.
@@ -86,7 +87,7 @@ def train(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files or globs")
     parser.add_argument("--json-key", default="text", help="key of the text")
     parser.add_argument("--model-prefix", required=True, help="PREFIX.model and PREFIX.vocab are written")

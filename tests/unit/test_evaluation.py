@@ -240,7 +240,7 @@ def test_impossible_training_sets_are_refused(flags, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--eval-tasks needles", "--eval-tasks needles: not a task; choose from loss-by-position, needle"),
+        ("--eval-tasks needles", "needles: not a task; did you mean needle? choose from loss-by-position, needle"),
         ("--eval-lengths 64", "--eval-lengths does nothing without --eval-tasks needle or ruler-multi-key"),
         ("--eval-tasks needle --eval-files a", "--eval-files does nothing without --eval-tasks perplexity"),
         ("--eval-output a", "--eval-output does nothing without --eval-tasks:"),
@@ -260,6 +260,10 @@ def test_refused(flags, message):
     with pytest.raises(Refusal) as refused:
         plan_of("ByteLevelTokenizer", flags)
     assert message in str(refused.value)
+
+
+def test_tasks_without_their_files_are_left_out_of_several():
+    assert plan_of("ByteLevelTokenizer", "--eval-tasks needle perplexity scores").tasks == ["needle"]
 
 
 def test_a_text_that_cannot_be_scored(tmp_path):

@@ -513,6 +513,21 @@ def test_a_mask_is_never_narrowed_silently(make, words) -> None:
         make()
 
 
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (torch.ge, "is no mask: wrap a function: cp.MaskFunction"),
+        (cp.Documents((4, 8), within="causal"), "'causal' is no mask: use one of cp's"),
+        (cp.Documents((4, 7)), "the last document ends at 7, but the sequence has 8 tokens"),
+        (cp.MaskFunction(torch.ge, within=cp.Documents((4, 9))), "the last document ends at 9"),
+    ],
+)
+def test_what_is_no_mask_of_this_sequence_is_refused(mask, words) -> None:
+    q = torch.randn(8, 1, 2, 4)
+    with pytest.raises((TypeError, ValueError), match=words):
+        cp.attention(q, q, q, layout=cp.SequenceLayout(8, cp.abstract_grid()), mask=mask)
+
+
 def test_patterns_of_blocks_are_those_of_their_papers() -> None:
     """As sets of numbers; the tests above compare masks with ``kept`` itself."""
     longformer, strided = cp.LongformerBlocks(1, 1), cp.StridedBlocks(3)

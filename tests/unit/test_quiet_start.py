@@ -14,8 +14,9 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.training.arguments.parser import parse
+from megatron.training.refusal import Refusal
 from megatron.training.settings.same_network import differences, of_run
-from tools import torchrun
+from tools import plot_memory, torchrun
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,3 +64,22 @@ def test_tokenizing_with_core_prints_none_of_its_warnings(tmp_path: Path):
     program = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *words.split()]
     done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("--outptu x", "--outptu is not an option; did you mean --output?"),
+        ("--output x --by tiem f", "argument --by: tiem is not supported; did you mean time? choose from time, events"),
+    ],
+)
+def test_a_wrong_option_of_a_tool_is_answered_in_one_line(words: str, answer: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        plot_memory.main(words.split())
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: {answer}\n"
+
+
+def test_lengths_may_be_written_as_the_planner_takes_them():
+    assert parse("--seq-length 128K --max-position-embeddings 1M".split()).data.seq_length == 131072
+    with pytest.raises(Refusal, match="--seq-length: invalid tokens value: '0.3K'"):
+        parse("--seq-length 0.3K".split())

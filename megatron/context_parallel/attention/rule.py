@@ -11,7 +11,7 @@ from megatron.context_parallel.attention import kernels
 from megatron.context_parallel.attention.kernels.base import Final, Kernel, Scores
 from megatron.context_parallel.attention.kernels.sums import Accumulator, GradientSum, KeyGradients
 from megatron.context_parallel.layout.grid import Axis
-from megatron.context_parallel.layout.masks import Causal, Mask, has_tree, inside_tiles, tile_rows
+from megatron.context_parallel.layout.masks import Causal, Mask, check_mask, has_tree, inside_tiles, tile_rows
 from megatron.context_parallel.layout.tiles import Tiles
 from megatron.context_parallel.positions.position_dropout import Dropout
 from megatron.decisions.block_sizes import BlockTable
@@ -103,8 +103,10 @@ class AttentionRule:
 
         Raises:
             KernelUnavailable: the kernel cannot run on this machine, or does not support this rule.
-            ValueError: slopes or dropout are for another number of heads or samples, or slopes for a tree.
+            ValueError: slopes or dropout are for another number of heads or samples, slopes for a tree, or documents
+                for another length. TypeError: the mask is none.
         """
+        check_mask(self.mask, seq_length)
         batch, heads, size = q_SBHD.shape[1:]
         dropout = self.dropout if self.dropout is not None and self.dropout.threshold else None
         if dropout is not None:

@@ -282,6 +282,24 @@ def inside_tiles(mask: Mask) -> Mask:
     return replace(mask, within=inside_tiles(mask.within)) if isinstance(mask, MaskFunction) else mask
 
 
+def check_mask(mask: Mask, seq_length: int) -> None:
+    """Refuse what is no mask, and documents that do not fill the sequence: tokens behind the last would see nothing.
+
+    Raises:
+        TypeError: it, or the ``within`` of a mask, is no mask. ValueError: documents end at another length.
+    """
+    if not hasattr(mask, "bands"):
+        how = "wrap a function: cp.MaskFunction(function, within=cp.Full())" if callable(mask) else "use one of cp's"
+        raise TypeError(f"{mask!r} is no mask: {how}")
+    if isinstance(mask, Documents) and mask.ends[-1] != seq_length:
+        raise ValueError(
+            f"the last document ends at {mask.ends[-1]}, but the sequence has {seq_length} tokens: give the end of the "
+            "last one too, or of the padding as a document"
+        )
+    if hasattr(mask, "within"):
+        check_mask(mask.within, seq_length)
+
+
 def has_tree(mask: Mask) -> bool:
     """Whether distances between tokens are not those of their positions in the sequence."""
     within = getattr(mask, "within", None)

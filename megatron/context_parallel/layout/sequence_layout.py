@@ -65,10 +65,12 @@ class SequenceLayout:
         if self.balance not in ("zigzag", "contiguous", "documents"):
             raise ValueError(f"balance {self.balance} is unknown: use zigzag, contiguous or documents")
         object.__setattr__(self, "document_ends", segment_ends(self.document_ends, "document_ends"))
-        if self.document_ends and (self.balance != "documents" or self.document_ends[-1] != self.seq_length):
+        if self.document_ends and self.balance != "documents":
+            raise ValueError(f"document_ends need balance=documents, not {self.balance}")
+        if self.document_ends and self.document_ends[-1] != self.seq_length:
             raise ValueError(
-                f"document_ends need balance=documents, not {self.balance}, and the last one must be the length of the "
-                f"sequence, {self.seq_length}, not {self.document_ends[-1]}"
+                f"the last of document_ends must be the length of the sequence, {self.seq_length}, not "
+                f"{self.document_ends[-1]}"
             )
         unit = length_unit(self.grid.ulysses.size, self.grid.ring.size, self.balance, self.tensor_parts)
         if self.seq_length < 1 or self.seq_length % unit:

@@ -21,6 +21,7 @@ from megatron.training.arguments.parser import parse
 from megatron.training.json_file import read_bytes
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config
+from megatron.training.settings.flag import tokens as tokens_of
 from megatron.training.settings.models import LLAMA_DEFAULTS, model_shape
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -32,11 +33,13 @@ def tokens(text: str, flag: str) -> int:
     Raises:
         Refusal: ``text`` is not a whole number above 0.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", ""))
-    size = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0.0
-    if size < 1 or size % 1 or size > 2**40:
+    try:
+        size = tokens_of(text.replace(",", ""))
+    except ValueError:
+        size = 0
+    if not 1 <= size <= 2**40:
         raise Refusal(f"{flag} {text}: give a whole number above 0, such as 122880 or 120K")
-    return int(size)
+    return size
 
 
 def big_number(text: str, flag: str) -> float:

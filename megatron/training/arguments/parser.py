@@ -25,7 +25,7 @@ from megatron.training.families.named import preset
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal, Unreadable, one_line, raise_all, short
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import Config
-from megatron.training.settings.flag import ALWAYS, name_of, names_with, reader_of
+from megatron.training.settings.flag import ALWAYS, name_of, names_with, reader_of, tokens
 from megatron.training.settings.same_network import attention_settings, shown
 from megatron.training.untrusted.largest_numbers import MOST, most
 
@@ -372,7 +372,7 @@ def _add(group: Any, section: str, field: Field) -> None:
         group.add_argument(*spellings(field), dest=dest, action="store_const", const=not switches_off, help=text)
         return
     kind = reader_of(field)
-    metavar = {int: "N", float: "X", str: "TEXT"}.get(kind, "LEFT,RIGHT")
+    metavar = {int: "N", tokens: "N", float: "X", str: "TEXT"}.get(kind, "LEFT,RIGHT")
     if choices := meta.get("choices"):
         metavar = "{" + ",".join(map(str, choices)) + "}"
     if isinstance(field.default, (int, float, str)):

@@ -89,8 +89,9 @@ class Tokenizer:
         return ids[0] if len(ids) == 1 else None
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some ids."""
-        return _reading(lambda: self.decode([int(i) for i in ids]), f"{self.source} cannot turn ids into text")
+        """The text of some ids. Those that only the model has, in a vocabulary larger than this one, have none."""
+        known = [int(i) for i in ids if i < self.vocab_size]
+        return _reading(lambda: self.decode(known), f"{self.source} cannot turn ids into text")
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
@@ -277,8 +278,8 @@ def _hugging_face(kind: str, path: str) -> Tokenizer:
         return model.convert_tokens_to_ids(model.tokenize(text))
 
     def decode(ids: list[int]) -> str:
-        special = set(model.all_special_tokens)
-        return model.convert_tokens_to_string([one for one in model.convert_ids_to_tokens(ids) if one not in special])
+        unwritten = {*model.all_special_tokens, None}  # None: ids may have gaps
+        return model.convert_tokens_to_string([one for one in model.convert_ids_to_tokens(ids) if one not in unwritten])
 
     many = _many(model.backend_tokenizer, source, special=False) if getattr(model, "is_fast", False) else None
     return Tokenizer(kind, source, size, -1 if eod is None else eod, encode, decode, None, model, many)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
 from functools import partial
@@ -129,6 +130,17 @@ def for_core(section: Any, config: Any) -> dict[str, Any]:
     return {
         one.name if one.metadata["core"] is True else one.metadata["core"]: getattr(section, one.name) for one in passed
     }
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: ``131072``, or ``128K`` (K = 1024, M = 1024 K)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km])", text.strip().lower())
+    if match is None:
+        return int(text)
+    value = float(match[1]) * {"k": 2**10, "m": 2**20}[match[2]]
+    if not value.is_integer():
+        raise ValueError(text)
+    return int(value)
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -20,6 +20,7 @@ from megatron.training.settings.flag import (
     function,
     layer_pattern,
     size,
+    tokens,
     weights,
 )
 from megatron.training.settings.kinds import KINDS, KindSettings
@@ -66,7 +67,7 @@ class NetworkSettings:
     )
     num_query_groups: int = size(1, "key/value heads under --group-query-attention", loaded=ALWAYS)
     kv_channels: int | None = size(None, "size of a head; default hidden_size / num_attention_heads")
-    max_position_embeddings: int | None = count(None, "longest sequence the model is made for")
+    max_position_embeddings: int | None = count(None, "longest sequence the model is made for", type=tokens)
     position_embedding_type: str = function(
         "learned_absolute",
         "how the model gets the positions of tokens",

@@ -12,6 +12,7 @@ from megatron.training.settings.flag import (
     count,
     flag,
     function,
+    tokens,
 )
 from megatron.training.settings.read_with import (
     BPE,
@@ -198,7 +199,7 @@ class DataConfig:
     seq_length_schedule: str | None = flag(
         None, 'stages of several lengths, by finished iterations: "0:8K 1000:64K"; flags may follow a length'
     )
-    seq_length: int | None = count(None, "tokens per sample", aliases=["--encoder-seq-length"])
+    seq_length: int | None = count(None, "tokens per sample", type=tokens, aliases=["--encoder-seq-length"])
     data_path: list[str] | None = flag(None, "prefix, or weights and prefixes of a blend", nargs="*")
     train_data_path: list[str] | None = flag(None, "training data, instead of --data-path", nargs="*")
     valid_data_path: list[str] | None = flag(None, "validation data, instead of --data-path", nargs="*")

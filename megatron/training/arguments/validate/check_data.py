@@ -7,7 +7,7 @@ import os
 
 from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
 from megatron.training.families.named import vocabulary
-from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
+from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, nearest, refuse_combinations
 from megatron.training.settings.config import Config, DataConfig
 from megatron.training.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 
@@ -241,7 +241,8 @@ def complete_evaluation(config: Config) -> None:
     tasks = settings.eval_tasks or []
     for task in tasks:
         if task not in TASKS:
-            raise Refusal(f"--eval-tasks {task}", f": not a task; choose from {', '.join(TASKS)}")
+            hint = f"did you mean {nearest(task, TASKS)}? choose from {', '.join(TASKS)}"
+            raise Refusal(f"--eval-tasks {task}", f": not a task; {hint}")
     for name, readers in READ_BY.items():
         given = getattr(settings, name) != getattr(EvaluationConfig, name)
         if given and not set(readers) & set(tasks):
@@ -262,9 +263,12 @@ def complete_evaluation(config: Config) -> None:
     settings.eval_tasks = list(dict.fromkeys(tasks))
     for task, what in (("perplexity", "text"), ("scores", "chats or pairs of answers")):
         if task in tasks and not settings.eval_files:
-            raise Refusal(
-                f"--eval-tasks {task}", f"needs {what}: add --eval-files FILE ..., or leave it out", LEAVE_OUT
-            )
+            lacks = f"needs {what}: add --eval-files FILE ..., or leave it out"
+            if len(settings.eval_tasks) == 1:
+                raise Refusal(f"--eval-tasks {task}", lacks, LEAVE_OUT)
+            settings.eval_tasks.remove(task)
+            config.notes.append(f"--eval-tasks {task} is left out: it {lacks}")
+    tasks = settings.eval_tasks
     if settings.eval_files and {"perplexity", "scores"} <= {*tasks}:
         raise Refusal("--eval-tasks perplexity scores", "read different --eval-files: evaluate one after the other")
     if config.model.reward_model and set(tasks) != {"scores"}:

@@ -41,7 +41,7 @@ def complete_lora(config: Config) -> None:
             config.notes.append(f"--lora-rank: experts get no adapters, only {', '.join(targets)}")
     targets = _own_names(config, targets)
     if unknown := [name for name in targets if name not in LORA_TARGETS]:
-        near = nearest(unknown[0], LORA_TARGETS)
+        near = nearest(unknown[0], [*LORA_TARGETS, *(name for names in JOINED.values() for name in names)])
         raise Refusal(
             f"--lora-targets {unknown[0]}",
             f": not supported; did you mean {near}? Layers are {', '.join(LORA_TARGETS)}",
