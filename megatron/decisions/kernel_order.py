@@ -39,6 +39,7 @@ BY_NAME = ("cudnn_flex", "flash_attn_4")  # nothing has measured them: `auto` ta
 # 1.4e-11 n^2 = 2e-4 gives n = 3,800. cuDNN also makes a plan on the host for each new shape: 50 ms give n = 60,000.
 CROSSOVER = {"flash_attn": 4096.0, "flash": 4096.0, "cudnn": 65536.0}
 HOPPER, BLACKWELL = (9,), (10, 11)  # major versions of the compute capability; 12 is treated like 8
+UNMEASURED = "has not been measured"
 LARGEST_HEAD = 256  # of Triton's kernel
 SHORTER_HEADS = "needs a head dimension of at most 128 (256 on Hopper with cuDNN 9.10)"
 
@@ -84,18 +85,23 @@ def preferred(
     return (*order[:math], *more, *order[math:], *BY_NAME)
 
 
-def lacks(kernel: str, capability: tuple[int, int], head_dim: int, *, half: bool = True) -> str | None:
-    """Why a kernel cannot run plain tiles on a GPU of this capability, or None.
-
-    Args:
-        half: the tensors are bf16 or fp16.
-    """
+def lacks(kernel: str, capability: tuple[int, int], head_dim: int) -> str | None:
+    """Why a kernel is not expected to run plain tiles in bf16 on a GPU of this capability, or None."""
     if kernel == "cpu":
         return "needs tensors on the CPU"
     if kernel == "math":
         return None
     if kernel == "triton":
         return f"needs a head dimension of at most {LARGEST_HEAD}" if head_dim > LARGEST_HEAD else too_old(capability)
+    return fused_lacks(kernel, capability, head_dim) if kernel in CROSSOVER else UNMEASURED
+
+
+def fused_lacks(kernel: str, capability: tuple[int, int], head_dim: int, *, half: bool = True) -> str | None:
+    """Why a kernel of a library, for one tile, cannot run on a GPU of this capability, or None.
+
+    Args:
+        half: the tensors are bf16 or fp16.
+    """
     if not half:
         return "needs bf16 or fp16"
     if head_dim % 8 or head_dim > 256:
@@ -120,7 +126,12 @@ def plain_kernel(capability: tuple[int, int], attention_kernel: str, head_dim: i
     ``flash_attn`` means that the package is installed, in the version for this GPU.
     """
     version = {"flash_attn": 3 if capability == (9, 0) else 2}.get(attention_kernel)
-    usable = [kernel for kernel in preferred(capability, flash_attn=version) if not lacks(kernel, capability, head_dim)]
+    measured = (None, UNMEASURED)  # the machine's file measured its own kernel
+    usable = [
+        kernel
+        for kernel in preferred(capability, flash_attn=version)
+        if lacks(kernel, capability, head_dim) in measured[: 1 + (kernel == attention_kernel)]
+    ]
     if attention_kernel != "flash_attn" and attention_kernel in usable:
         return attention_kernel
     return next((kernel for kernel in usable if kernel != "flash_attn" or version), None)

@@ -134,7 +134,8 @@ def check_mask(config: Config) -> None:
     if config.data.reset_attention_mask:
         raise Refusal("--attention-mask document is not for generation: a prompt is one document; use causal or window")
     if attention.sees_ahead:
-        setting = mask if mask == "full" else f"window with --window-size {'{},{}'.format(*attention.window_size)}"
+        size = attention.window_size
+        setting = f"window with --window-size {size[0]},{size[1]}" if mask == "window" and size else mask
         raise Refusal(
             f"--attention-mask {setting} lets tokens attend to later ones, which do not exist yet: use a causal mask"
         )

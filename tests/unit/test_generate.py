@@ -20,11 +20,12 @@ from megatron.context_parallel.layout.spans import count, positions
 from megatron.formulas.strategy import Shape
 from megatron.inference.generate import Sampling, allowed_logits, choose
 from megatron.inference.kv_cache import CachePlan, cached_heads
-from megatron.inference.load import check_length, configure
+from megatron.inference.load import check_length, check_mask, configure
 from megatron.inference.prompts import read_prompts
 from megatron.training.arguments.parser import parse
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
+from megatron.training.settings.attention_settings import MASKS, MaskKind
 from megatron.training.settings.config import Config, DataConfig, ModelConfig
 from tests.program import run_forked
 from tests.properties import examples
@@ -189,6 +190,14 @@ def test_refused_by_name(folder, flags, message):
     with pytest.raises(Refusal) as refusal:
         configure(f"{NULL} {flags}".split(), str(folder), None, None, 1)
     assert message in str(refusal.value)
+
+
+def test_a_mask_of_another_name_that_sees_ahead_is_refused_by_its_name(monkeypatch):
+    config = parse(["--attention-mask", "causal"])
+    config.attention.attention_mask = "prefix"
+    monkeypatch.setitem(MASKS, "prefix", MaskKind("", sees_ahead=True))
+    with pytest.raises(Refusal, match="--attention-mask prefix lets tokens attend to later ones"):
+        check_mask(config)
 
 
 def test_settings_from_a_hugging_face_folder(folder, tmp_path):

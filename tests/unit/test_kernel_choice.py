@@ -137,6 +137,13 @@ def test_the_release_of_flash_attn_depends_on_the_gpu(install):
         KERNELS["flash_attn"].forward(*make()[1:], TileScores(1.0))
 
 
+def test_plans_use_a_kernel_that_nothing_ranks_only_if_the_machine_measured_it(monkeypatch):
+    monkeypatch.setitem(kernel_order.KERNELS, "own", "own:Own")
+    assert kernel_order.lacks("own", (9, 0), 128) == kernel_order.UNMEASURED
+    assert kernel_order.plain_kernel((9, 0), "own", 100) == "own"
+    assert kernel_order.plain_kernel((9, 0), "auto", 100) == "triton"
+
+
 def test_kernels_are_named_in_one_place():
     assert set(kernel_order.KERNELS) == set(KERNELS)
     for capability in (None, (8, 0), (9, 0), (10, 0)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.kernels.base import Capability, gpu_reason
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.attention.kernels.tile_by_tile import TileByTile, TileScores, lse_for_backward
-from megatron.decisions.kernel_order import lacks
+from megatron.decisions.kernel_order import fused_lacks
 
 
 class FusedKernel(TileByTile):
@@ -34,7 +34,7 @@ class FusedKernel(TileByTile):
         return reason or self.missing(device, head_dim)
 
     def why_not_on(self, capability: Capability, dtype: torch.dtype, head_dim: int) -> str | None:
-        return lacks(self.name, capability, head_dim, half=dtype in (torch.bfloat16, torch.float16))
+        return fused_lacks(self.name, capability, head_dim, half=dtype in (torch.bfloat16, torch.float16))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         self.check_tile(q, k, v, how)

@@ -35,7 +35,6 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
-from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.refusal import Refusal
@@ -78,7 +77,7 @@ def from_hugging_face(
     config = {name: value for name, value in config.items() if name != CONFIG}
     model, *_ = described = architectures.described(config, where)
     if ahead:
-        present = config.get("num_nextn_predict_layers") or 0 if isinstance(described.family, DeepSeek) else 0
+        present = config.get("num_nextn_predict_layers") or 0 if described.family.predicts_ahead else 0
         if ahead > present:
             raise Refusal(
                 f"--mtp-num-layers {ahead}: {where} describes {present} such layers: give at most this number"

@@ -36,7 +36,6 @@ from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of,
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
 from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
-from megatron.training.families.deepseek import DeepSeek
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
 from megatron.training.json_file import parse_json, read_bytes
@@ -194,6 +193,12 @@ def to_hugging_face(
         attention = _attention(path, common)
         family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
+        if not family.predicts_ahead and model.mtp_num_layers:
+            notes.append(
+                f"note: its {model.mtp_num_layers} layers of multi-token prediction are left out: {family.title} has "
+                "none"
+            )
+            model = replace(model, mtp_num_layers=None)
         ours = Described(model, vocab_size, family, attention)
         pieces = architectures.pieces(ours, names)
         config = architectures.config_json(ours, torch.float32)  # refuses models of another family
@@ -237,10 +242,6 @@ def to_hugging_face(
     summary = (
         f"{target}: {len(names)} tensors of {path}, {dtype_name(dtype)}, {size / 1e9:,.2f} GB, files: {len(headers)}"
     )
-    if model.mtp_num_layers and not isinstance(family, DeepSeek):
-        notes.append(
-            f"note: its {model.mtp_num_layers} layers of multi-token prediction are left out: {family.title} has none"
-        )
     if model.lora_rank:
         notes.append(f"its adapters of rank {model.lora_rank} are merged into the weights")
     return [summary, *notes]
@@ -290,9 +291,7 @@ def _made_files(common: dict[str, Any], files: list[Path], notes: list[str]) -> 
     if data.get("sft") and isinstance(template, str) and template != "default":
         notes.append(f"note: give {template}, the training's chat template, as {TEMPLATE} in --hf-files DIR")
     elif not settings.get("chat_template") and not by_name.keys() & {TEMPLATE, "chat_template.json"}:
-        notes.append(
-            f"note: there is no chat template: put {TEMPLATE} next to the tokenizer, or into --hf-files DIR"
-        )
+        notes.append(f"note: there is no chat template: put {TEMPLATE} next to the tokenizer, or into --hf-files DIR")
     if GENERATION in by_name:
         return made
     end, known = settings.get("eos_token"), _json(by_name.get("tokenizer.json")).get("added_tokens")
@@ -356,7 +355,7 @@ def _check_stored(
         "decoder.",
         "output_layer.",
         "reward_head.",
-        *(("mtp.",) if isinstance(family, DeepSeek) else ()),
+        *("mtp.",) * family.predicts_ahead,
     )
     present = {key for key in stored if key.startswith(of_model)}
     if differing := sorted(present ^ wanted.keys()):
