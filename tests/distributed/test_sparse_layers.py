@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +16,9 @@ from tests.distributed.training_runs import (
     DEVICE,
     FULL,
     P2,
+    RUN,
     SELECTIVE,
+    SHAPE,
     SP,
     STREAM,
     T2,
@@ -22,11 +27,14 @@ from tests.distributed.training_runs import (
     cp,
     fpdt,
     make_job,
+    save,
     train_job,
     wrong_by,
 )  # fmt: skip
 from tests.pairs import also_in_full
+from tests.program import run_forked
 
+PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 24 --qk-layernorm"
 INDEXER = "--dsa-indexer-n-heads 3 --dsa-indexer-head-dim 16 --dsa-indexer-topk 12 --dsa-indexer-loss-coeff 0.5"
 DSA = (
@@ -134,6 +142,45 @@ def test_all_keys_are_dense_attention(pool, reference):
     plain = pool.run(latents, 1, DSA.split(" --experimental")[0])[0]
     assert sparse[0] == pytest.approx(plain[0], rel=1e-5)
     compare_gradients([{name: sparse[2][name] for name in plain[2]}], plain[2])
+
+
+def go_on(flags: str, folder: str) -> tuple[int, list[float], list[float], list[str]]:
+    """What a run does that loads the checkpoint in ``folder``: its first iteration, losses, the indexer's, notes."""
+    from megatron.training import step
+
+    job, found, log = make_job(f"{flags} --load {folder}"), [], step.indexer_loss
+    with mock.patch.object(step, "indexer_loss", lambda *args: found.append(log(*args)) or found[-1]):
+        start = job.progress.iteration
+        losses = train_job(job, 2)[0]
+    return start, losses, [one["indexer loss"] for one in found], job.config.notes
+
+
+@pytest.mark.parametrize("keys, error", [(64, 1e-6), (12, 0.01)])
+@pytest.mark.usual(0)
+def test_a_warmed_up_run_goes_on_sparse(pool, tmp_path, keys, error):
+    """A second run without the flag takes the checkpoint, on another grid; with all keys its loss is the same."""
+    choice = f"--dsa-indexer-topk {keys}"
+    pool.run(save, 2, f"{WARM_UP} {choice} {cp(1, 2)}", str(tmp_path))
+    again, dense, taught, _ = pool.run(go_on, 1, f"{WARM_UP} {choice}", str(tmp_path))[0]
+    sparse = f"{DSA} {choice} --use-checkpoint-args {cp(2, 1)}"
+    start, losses, ours, notes = pool.run(go_on, 2, sparse, str(tmp_path))[0]
+    assert again == start == 2 and any("the optimizer begins anew" in note for note in notes)
+    assert losses[0] == pytest.approx(dense[0], rel=error) and ours[0] == pytest.approx(taught[0], rel=10 * error)
+    assert losses[1] < dense[1] - 0.05  # all weights learn, not only the indexers
+
+
+@pytest.mark.lab
+def test_a_warm_up_is_a_stage_of_a_run(tmp_path):
+    words = f"{SHAPE} {RUN} {DSA} --save {tmp_path}/c --load {tmp_path}/c --log-jsonl {tmp_path}/log.jsonl"
+    words = words.replace("--seq-length 64 ", "").replace("--train-iters 20", "--train-iters 4").split()
+    schedule = ["--seq-length-schedule", "0:64 --dsa-warm-up 2:64"]
+    done = run_forked(PROGRAM, [*words, *schedule], {**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trains all weights: the optimizer begins anew" in done.stdout
+    first, second, third, fourth = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert [row["stage"] for row in (first, second, third, fourth)] == [1, 1, 2, 2]
+    assert third["lm_loss"] == pytest.approx(first["lm_loss"], rel=0.01) and third["lm_loss"] > fourth["lm_loss"] + 0.05
+    assert 0 < second["indexer loss"] < first["indexer loss"]
 
 
 def latents(flags: str) -> tuple:

@@ -110,6 +110,17 @@ def head_is_new(saved: dict[str, Any], model: ModelConfig, path: Path, weights_o
     return now and not before
 
 
+def trains_others(saved: dict[str, Any], config: Config, path: Path) -> bool:
+    """Whether the checkpoint's optimizer has states of other parameters: one of both is a warm-up of indexers."""
+    before, now = bool(saved.get("dsa_warm_up")), config.model.dsa_warm_up
+    if before != now:
+        trained = ("all weights", "indexers alone (--dsa-warm-up)")
+        config.notes.append(
+            f"{path} has trained {trained[before]}, and this run trains {trained[now]}: the optimizer begins anew"
+        )
+    return before != now
+
+
 def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
     """A model's sharded state by parameter name, without the adapters."""
     return {name: part for name, part in state.items() if not is_adapter(name)}
@@ -256,23 +267,24 @@ def _load(
            if absent(network, config.model, path.path, weights_only)]  # fmt: skip
     if foreign:  # of this program's checkpoints, arguments_of.vocabulary gave the model its rows
         load_torch_dist.check_vocabulary(foreign, getattr(unwrap(chunks[0]), "real_vocab_size", None), config)
-    with_optimizer = settings.load_optim and not weights_only
-    if with_optimizer and not (foreign.has_optimizer if foreign else "optimizer" in common):
+    resumes = settings.load_optim and not weights_only
+    if resumes and not (foreign.has_optimizer if foreign else "optimizer" in common):
         raise Refusal(
             f"checkpoint {path} has no optimizer state: pass --finetune, or --no-load-optim to continue without it"
         )
     saved_optimizer = (
         foreign.args.get("optimizer") if foreign else common.get("config", {}).get("optimizer", {}).get("optimizer")
     )
-    if with_optimizer and saved_optimizer not in (None, config.optimizer.optimizer):
+    if resumes and saved_optimizer not in (None, config.optimizer.optimizer):
         raise Refusal(
             f"checkpoint {path} has the states of --optimizer {saved_optimizer}: use it, or pass --no-load-optim"
         )
+    with_optimizer = resumes and not trains_others(network, config, path.path)
     with_rng = settings.load_rng and not weights_only and common.get("rng_world_size") == dist.get_world_size()
     state = _state(
         chunks,
         optimizer if with_optimizer else None,
-        schedule if with_optimizer else None,
+        schedule if resumes else None,
         Progress(),
         config,
         loading=True,
@@ -292,10 +304,10 @@ def _load(
             load_weights(loaded[key], _weights_under_fsdp(places[index], with_optimizer, new))
     if with_optimizer:
         load_optimizer(optimizer, loaded["optimizer"], places)
-        if schedule is not None:
-            load_schedule(schedule, loaded, path.path)
     elif optimizer is not None:
         optimizer.reload_model_params()
+    if resumes and schedule is not None:
+        load_schedule(schedule, loaded, path.path)
     if with_rng:
         set_random_state(loaded["rng"])
     return Progress() if weights_only else _progress(foreign, common)
@@ -369,8 +381,8 @@ def _state(
     state.update(models)
     if optimizer is not None and (loading or config.checkpoint.save_optim):
         state["optimizer"] = optimizer_state(optimizer, places, loading=loading)
-        if schedule is not None:
-            state["opt_param_scheduler"] = schedule.state_dict()
+    if schedule is not None and (loading or config.checkpoint.save_optim):
+        state["opt_param_scheduler"] = schedule.state_dict()
     if config.checkpoint.save_rng if with_rng is None else with_rng:
         rank, world = dist.get_rank(), dist.get_world_size()
         state["rng"] = ShardedObject("rng", random_state(), (world,), (rank,), replica_id=0)

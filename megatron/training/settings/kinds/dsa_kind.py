@@ -9,7 +9,7 @@ from typing import Any
 from megatron.decisions.division import choosing_layer
 from megatron.formulas.kinds.sparse_figures import SparseLatent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
-from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NOT_NEGATIVE, flag, function, size
+from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NEVER, NOT_NEGATIVE, flag, function, size
 from megatron.training.settings.kinds import latent_kind
 from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
 from megatron.training.settings.read_with import of_kind
@@ -44,7 +44,10 @@ class DsaSettings:
         None, "DSA: epsilon of the norm of the indexer's keys; default --norm-epsilon", range=ABOVE_ZERO
     )
     dsa_warm_up: bool = flag(
-        False, "DSA: train the indexers alone while attention reads all keys; a later run loads the checkpoint"
+        False,
+        "DSA: train the indexers alone while attention reads all keys; a later run or stage loads the checkpoint",
+        loaded=NEVER,
+        stage=True,
     )
 
 
