@@ -338,7 +338,7 @@ def refuse_unknown(shape: Shape, strategy: Strategy) -> None:
         raise ValueError(f"{what} no formula with FPDT, units of layers and block recompute: leave it out")
     if shape.pattern and strategy.virtual > 1:
         raise ValueError("hybrid models have no formula with virtual pipeline stages: leave them out")
-    if shape.linear and shape.linear.keys > LARGEST_KEYS:
+    if shape.linear and shape.linear.rule and shape.linear.keys > LARGEST_KEYS:
         raise ValueError(f"states with more than {LARGEST_KEYS} keys a head have no formula: run a dry run")
     if shape.mixture and (strategy.fpdt_chunk or strategy.ffn_chunks):
         raise ValueError("experts have no formula with FPDT and a chunked FFN: leave one out")

@@ -69,19 +69,19 @@ def losses_ahead(chunks: Sequence[nn.Module], runtime: Runtime) -> dict[str, flo
 
 
 @torch.no_grad()
-def indexer_loss(chunks: Sequence[nn.Module], runtime: Runtime) -> dict[str, float]:
-    """Mean over counted tokens and layers of the indexers' losses since the last call, by Megatron-LM's name."""
-    if not runtime.layers_have_loss:
+def layer_loss(chunks: Sequence[nn.Module], runtime: Runtime) -> dict[str, float]:
+    """Mean over counted tokens and layers of the loss that layers have themselves, since the last call."""
+    if runtime.layer_loss is None:
         return {}
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
     for module in (module for chunk in chunks for module in chunk.modules()):
-        if getattr(module, "indexer", None) is not None and module.seen is not None:
-            total += module.seen
-            module.seen = None
+        if getattr(module, "layer_loss", None) is not None:
+            total += module.layer_loss
+            module.layer_loss = None
     dist.all_reduce(total, group=get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(total, group=runtime.grid.pipeline.group)
     loss, tokens = total.tolist()
-    return {"indexer loss": loss / tokens} if tokens else {}
+    return {runtime.layer_loss: loss / tokens} if tokens else {}
 
 
 def sum_of_reports(reports: list[Tensor], shape: tuple[int, ...], runtime: Runtime) -> Tensor:

@@ -32,7 +32,7 @@ from megatron.training.model.batch_plans import BatchPlans, triton_calls
 from megatron.training.model.core_config import compute_dtype, virtual_stages
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config
-from megatron.training.settings.kinds.dsa_kind import DSA
+from megatron.training.settings.kinds import kinds_in
 from megatron.training.settings.models import model_shape, outside_engine
 
 # --deterministic-mode: a run gives the same bits again on the same grid and the same kind of device. PyTorch's switch
@@ -76,7 +76,7 @@ class Runtime:
     uses_dropout: bool = False  # dropout masks depend on the numbers of the samples
     ahead: int = 0  # layers of multi-token prediction
     has_experts: bool = False  # their statistics leave out the tokens that the loss leaves out
-    layers_have_loss: bool = False  # the mean of a loss of layers is over the same tokens
+    layer_loss: str | None = None  # name of the layers' own loss, whose mean is over the same tokens
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +97,7 @@ class Runtime:
 
         With experts, or losses of layers, every stage needs the loss mask.
         """
-        every = self.by_documents or self.has_experts or self.layers_have_loss
+        every = self.by_documents or self.has_experts or self.layer_loss is not None
         return every or self.grid.pipeline.rank in (0, self.grid.pipeline.size - 1)
 
 
@@ -182,7 +182,7 @@ def start(config: Config, target: platform.Platform | None = None, offload: Offl
         uses_dropout=config.model.hidden_dropout > 0 or config.model.attention_dropout > 0,
         ahead=config.model.mtp_num_layers or 0,
         has_experts=config.model.num_experts is not None,
-        layers_have_loss=DSA.chosen(vars(config.model)) and bool(config.model.dsa_indexer_loss_coeff),
+        layer_loss=next(filter(None, (kind.loss(config.model) for kind in kinds_in(config.model))), None),
     )
 
 
@@ -238,7 +238,7 @@ def _linear_kernel(config: Config, device: torch.device) -> str:
         Refusal: those that the command names cannot run.
     """
     linear, name = model_shape(config.model, 1).linear, config.attention.linear_attention_kernel
-    if linear is None:
+    if linear is None or linear.rule is None:
         return name
     sizes = {"keys": linear.keys, "values": linear.values}
     try:

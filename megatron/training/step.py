@@ -27,7 +27,7 @@ from megatron.context_parallel.core.core_attention import forget_kept
 from megatron.context_parallel.layout.documents import Samples, document_rows, passed_on
 from megatron.training.arguments.schedule import schedule_unit
 from megatron.training.data.batches import shard_batch
-from megatron.training.loss import PairObjective, indexer_loss, losses_ahead, mean_loss, sum_of_losses
+from megatron.training.loss import PairObjective, layer_loss, losses_ahead, mean_loss, sum_of_losses
 from megatron.training.model.expert_load import ExpertLoad, load_of, move_biases, take_load
 from megatron.training.model.updates.update import update
 from megatron.training.settings.config import Config
@@ -123,7 +123,7 @@ def _samples(batch: dict[str, Tensor | None], runtime: Runtime) -> Samples:
         tuple(numbers.tolist()) if runtime.uses_dropout and numbers is not None else (),
         () if ends is None else tuple(document_rows(ends)),
         batch.get("plans") or {},
-        batch["loss_mask"].t() if runtime.layers_have_loss else None,
+        batch["loss_mask"].t() if runtime.layer_loss is not None else None,
     )
 
 
@@ -163,7 +163,7 @@ def train_step(
     batches = with_reference(runtime, model_chunks, batches, config, num_microbatches, objective)
     reports = run_schedule(step, model_chunks, batches, config, num_microbatches, forward_only=False)
     loss, tokens, further = result_of(reports, runtime, objective)
-    further |= losses_ahead(model_chunks, runtime) | indexer_loss(model_chunks, runtime)
+    further |= losses_ahead(model_chunks, runtime) | layer_loss(model_chunks, runtime)
     if mark is not None:
         mark("optimizer")
     bad, table, load = "", None, None

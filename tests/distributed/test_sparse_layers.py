@@ -86,7 +86,7 @@ def run(flags: str, wrong: str = "") -> tuple[list[float], list[float], dict[str
     from megatron.context_parallel.core.mixers import sparse_attention
     from megatron.training import step
 
-    losses, log = [], step.indexer_loss
+    losses, log = [], step.layer_loss
 
     def keep(*args: Any) -> dict[str, float]:
         losses.append(log(*args)["indexer loss"])
@@ -100,7 +100,7 @@ def run(flags: str, wrong: str = "") -> tuple[list[float], list[float], dict[str
 
     planted = mean_of_rank if wrong == "mean" else right
     with (
-        mock.patch.object(step, "indexer_loss", keep),
+        mock.patch.object(step, "layer_loss", keep),
         mock.patch.object(sparse_attention.SparseLatentAttention, "_counted", planted),
     ):
         job = make_job(flags)

@@ -95,7 +95,7 @@ INDEXER = f"{DSA} --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 --dsa-indexe
         ),
         (
             f"{MLA} {INDEXER} --dsa-indexer-topk-freq 3 --num-layers 4 --pipeline-model-parallel-size 2",
-            "lets layer 3, the first of a pipeline stage, use the choice of a layer before it",
+            "lets layer 3, the first of a pipeline stage, use what a layer before it hands on",
         ),
     ],
 )

@@ -15,9 +15,11 @@ class Attention:
 
     Attributes:
         operations: the module of simulator/cost/kinds/ with its work.
+        rule: how a token changes the state that the layer carries; None: it carries none.
     """
 
     operations: ClassVar[str] = "attention_operations"
+    rule: str | None = None
 
     def tensors(self, shape: Shape, tensor: int) -> tuple[Tensor, ...]:
         """Parameters on one of ``tensor`` TP ranks in the order of the model, with the norm before them."""

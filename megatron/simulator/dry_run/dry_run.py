@@ -40,7 +40,8 @@ from megatron.training.arguments.validate import data_parallel_size
 from megatron.training.report.memory_profile import Profile
 from megatron.training.report.mfu import step_flops
 from megatron.training.settings.config import Config
-from megatron.training.settings.kinds.layer_patterns import expert_layers, linear_layers
+from megatron.training.settings.kinds import kinds_in
+from megatron.training.settings.kinds.layer_patterns import expert_layers
 from megatron.training.settings.models import rope_layers, window_layers
 
 
@@ -348,7 +349,8 @@ def _unit(config: Config) -> int:
 def _period(config: Config) -> int:
     """The smallest number of layers after which the rules of all layers repeat."""
     layers = config.model.num_layers
-    rules = [one(config.model) for one in (rope_layers, expert_layers, linear_layers)]
+    rules = [rope_layers(config.model), expert_layers(config.model)]
+    rules += [kind.layers(config.model) for kind in kinds_in(config.model)]
     rules = list(zip(window_layers(config.attention, layers), *rules))
     return next(n for n in range(1, layers + 1) if all(a == b for a, b in zip(rules, rules[n:])))
 

@@ -127,7 +127,7 @@ def winning(plan: Plan, problem: Problem) -> str:
         text += f" Offloading needs {gib(node * memory.host)} of a node's host memory."
     if problem.workload.shape.mixture:
         text += f" {_experts(plan, problem)}"
-    if problem.workload.shape.linear and plan.strategy.context > 1:
+    if (linear := problem.workload.shape.linear) and linear.rule and plan.strategy.context > 1:
         text += f" {_states(plan, problem)}"
     if (busiest := plan.strategy.busiest(problem.workload)) > 1.005:
         text += f" With packed documents the ring's busiest rank has {busiest:.2f} times the attention of the mean."

@@ -21,7 +21,6 @@ from megatron.context_parallel.core.gpt_dropout import ModelDropout
 from megatron.context_parallel.core.later_tokens import later_token_layers
 from megatron.context_parallel.core.learned_positions import PartitionedEmbedding
 from megatron.context_parallel.core.lora import Lora, train_adapters_alone
-from megatron.context_parallel.core.mixers.sparse_attention import train_indexers_alone
 from megatron.context_parallel.core.mixers.state_mixer import Mixer
 from megatron.context_parallel.core.spec import (
     AttentionSettings,
@@ -87,8 +86,8 @@ def build_model(
         initialize_weights(chunk, core_config, config, vocab_size, device)
         if config.model.lora_rank:
             train_adapters_alone(chunk)
-        if config.model.dsa_warm_up:
-            train_indexers_alone(chunk)
+        for name in filter(None, (kind.built(config.model) for kind in kinds_in(config.model))):
+            _from_mixers(name)(chunk)
         model_chunks.append(chunk)
     return model_chunks
 
@@ -189,10 +188,14 @@ def _mixers(config: Config, start: int, stop: int) -> dict[int, Mixer]:
     found: dict[int, Mixer] = {}
     for kind in kinds_in(config.model):
         if chosen := _chosen(kind.layers(config.model), start, stop):
-            module, name = kind.mixer.split(":")
-            make = getattr(import_module(f"megatron.context_parallel.core.mixers.{module}"), name)
-            found |= dict.fromkeys(chosen, partial(make, **kind.options(config)))
+            found |= dict.fromkeys(chosen, partial(_from_mixers(kind.mixer), **kind.options(config)))
     return found
+
+
+def _from_mixers(place: str) -> Callable:
+    """What "module:function" in context_parallel/core/mixers/ names."""
+    module, name = place.split(":")
+    return getattr(import_module(f"megatron.context_parallel.core.mixers.{module}"), name)
 
 
 def _experts(model: ModelConfig, start: int, stop: int) -> dict[int, RouterRule] | None:

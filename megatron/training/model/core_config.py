@@ -86,7 +86,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
         and not (in_chunks(config) and parallel.grad_reduce_in_bf16)
         and parallel.zero_stage < 2,
         # Layers that differ have their own names in checkpoints.
-        hetereogenous_dist_checkpoint=model.is_hybrid_model or model.dsa_indexer_topk_freq > 1,
+        hetereogenous_dist_checkpoint=any(kind.differs(model) for kind in kinds_in(model)),
         deterministic_mode=config.run.deterministic_mode,
         batch_p2p_comm=on_gpu and not overlap_p2p,
         overlap_p2p_comm=overlap_p2p,

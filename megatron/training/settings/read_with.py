@@ -23,6 +23,11 @@ class Condition(NamedTuple):
     switch: str | None = None
     value: str | None = None
 
+    @property
+    def flag(self) -> str:
+        """The flag that gives a model such layers."""
+        return f"--{self.switch.replace('_', '-')}{f' {self.value}' if self.value else ''}"
+
     def chosen(self, settings: Mapping[str, Any]) -> bool:
         """Whether a model with these settings has layers of the kind."""
         return settings[self.switch] == self.value if self.value else bool(settings[self.switch])
@@ -30,8 +35,8 @@ class Condition(NamedTuple):
 
 def of_kind(switch: str, value: str | None = None) -> Condition:
     """That a model has layers of the kind which ``switch`` gives it."""
-    flag = f"--{switch.replace('_', '-')}{f' {value}' if value else ''}"
-    kind = Condition(f"read only with {flag}", lambda c: kind.chosen(vars(c.model)), switch, value)
+    kind = Condition("", lambda c: kind.chosen(vars(c.model)), switch, value)
+    kind = kind._replace(text=f"read only with {kind.flag}")
     return kind
 
 

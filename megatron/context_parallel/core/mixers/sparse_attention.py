@@ -109,7 +109,7 @@ class SparseAttention(ContextParallelAttention):
         source: the layer whose choice is used.
         indexer: None if it is another layer.
         shares: whether layers use the choice of others.
-        seen: the sum of the indexer's losses of counted tokens, and their number; None before the first training step.
+        layer_loss: the sum of the indexer's losses of counted tokens, and their number; None before the first step.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class SparseAttention(ContextParallelAttention):
         **others: Any,
     ) -> None:
         super().__init__(config, settings, layer_number, **others)
-        self.sparse, self.seen, self.shares = sparse, None, sparse.topk_freq > 1
+        self.sparse, self.layer_loss, self.shares = sparse, None, sparse.topk_freq > 1
         # Layers of multi-token prediction come after the model's; each has its own choice.
         self.source = layer_number if layer_number > config.num_layers else sparse.source(layer_number)
         self.indexer = KeyIndexer(config, sparse, gather) if self.source == layer_number else None
@@ -150,7 +150,7 @@ class SparseAttention(ContextParallelAttention):
     def note(self, total: Tensor, counted: Tensor) -> None:
         """Add a sum of losses, and the tokens that it counts, to what is in the log."""
         sums = torch.stack((total.detach().double(), counted.sum(dtype=torch.float64)))
-        self.seen = sums if self.seen is None else self.seen + sums
+        self.layer_loss = sums if self.layer_loss is None else self.layer_loss + sums
 
     def taught(self, out: Tensor, total: Tensor, counted: Tensor) -> Tensor:
         """``out``; in the backward pass the indexer gets the gradient of ``total``, the sum of losses of a batch."""

@@ -56,7 +56,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("heads", lambda: check_grid.check_heads(config), "context")
     gather.check("sequence", lambda: check_grid.complete_sequence(config), "context", "attention")
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
-    gather.check("choices", lambda: check_grid.check_shared_choices(config), "pipeline", "grid")
+    gather.check("first layers", lambda: check_grid.check_first_layers(config), "pipeline", "grid")
     gather.check("precision", lambda: _complete_precision(config), *shape)
     for kind in KINDS:
         gather.check("kinds", partial(kind.check, config, world_size), kind.condition.text, "grid")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import gcd
 
 from megatron.decisions.division import length_unit, uneven_heads
@@ -12,7 +13,7 @@ from megatron.training.arguments.schedule import batch_steps
 from megatron.training.arguments.stages import stage_span
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, near, refuse_combinations
 from megatron.training.settings.config import Config
-from megatron.training.settings.kinds import dsa_kind
+from megatron.training.settings.kinds import kinds_in
 
 
 def complete_context(config: Config) -> None:
@@ -294,19 +295,16 @@ def _check_microbatch_groups(config: Config, unit: int) -> None:
         )
 
 
-def check_shared_choices(config: Config) -> None:
-    """Refuse pipeline stages that begin with a layer that uses the keys which another one chose."""
-    model, parallel = config.model, config.parallel
-    if not dsa_kind.DSA.chosen(vars(model)) or model.dsa_indexer_topk_freq == 1:
-        return
-    own = dsa_kind.chooses(model)
+def check_first_layers(config: Config) -> None:
+    """Refuse pipeline stages that begin with a layer that needs what the layer before it hands on."""
+    parallel = config.parallel
     virtual = parallel.num_virtual_stages_per_pipeline_rank or 1
-    for rank in range(parallel.pipeline_model_parallel_size):
-        for stage in range(virtual):
-            first, last = stage_span(config, rank, stage)
-            if first < last and not own[first]:
+    stages = product(range(parallel.pipeline_model_parallel_size), range(virtual))
+    for first, last in (stage_span(config, rank, stage) for rank, stage in stages):
+        for kind in kinds_in(config.model):
+            if first < last and not kind.starts(config.model)[first]:
                 raise Refusal(
-                    f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq}",
-                    f"lets layer {first + 1}, the first of a pipeline stage, use the choice of a layer before it: give "
-                    "a --pipeline-model-parallel-layout whose stages begin with layers that choose",
+                    f"{kind.condition.flag}",
+                    f"lets layer {first + 1}, the first of a pipeline stage, use what a layer before it hands on: give "
+                    "a --pipeline-model-parallel-layout whose stages begin with other layers",
                 )

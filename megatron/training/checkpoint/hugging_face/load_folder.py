@@ -26,6 +26,7 @@ from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import Refusal, some
+from megatron.training.settings.kinds import kinds_in
 from megatron.training.settings.same_network import of_model
 
 PADDING = 1024  # in Qwen and BLOOM, the embedding may have this many rows more than the tokenizer has ids
@@ -39,9 +40,7 @@ def open_folder(path: Checked) -> ForeignCheckpoint:
     """
     where = path.file("config.json")
     model = architectures.described(llama_settings.read_config(where), where)
-    settings = model.settings
-    states = settings.experimental_attention_variant or settings.is_hybrid_model
-    if settings.num_experts or settings.multi_latent_attention or states:
+    if kinds_in(model.settings):
         raise Refusal(
             f"{path.path}: {model.family.title} cannot be loaded without conversion: convert it with "
             "tools/convert_hf.py --from-hf DIR --to DIR, and load that"

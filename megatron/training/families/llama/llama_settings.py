@@ -15,7 +15,7 @@ from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, reason
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.flag import FUNCTION, WEIGHTS, every
-from megatron.training.settings.kinds import KINDS
+from megatron.training.settings.kinds import KINDS, kinds_in
 from megatron.training.settings.models import LLAMA, derive_shape, is_gated
 from megatron.training.settings.read_with import ROTARY
 from megatron.training.untrusted.largest_numbers import check_numbers
@@ -329,11 +329,10 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
     names += ["normalization", "norm_epsilon", "swiglu", "geglu", "apply_layernorm_1p", "sandwich_norm"]
     names += [name for name in ("quick_geglu", "glu_linear_offset") if getattr(model, name)]
     names += ["attention_output_gate"]
-    if model.experimental_attention_variant == "dsa":
-        own = [field.name for field in fields(ModelConfig) if field.metadata.get("network")]
-        names += [name for name in own if name.startswith("dsa_")]
-    elif model.experimental_attention_variant:
-        names += [field.name for field in fields(ModelConfig) if field.name.startswith("linear_")]
+    if model.experimental_attention_variant:
+        variant = next(kind.condition for kind in kinds_in(model) if kind.condition.value)
+        own = (field for field in fields(ModelConfig) if field.metadata.get("read_with") is variant)
+        names += [field.name for field in own if field.metadata.get("network")]
     if model.is_hybrid_model:
         names += ["is_hybrid_model", "hybrid_override_pattern", "squared_relu"]
         names += [field.name for field in fields(ModelConfig) if field.name.startswith("mamba_")]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
+from megatron.training.settings.kinds import kinds_in
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 
 EXPERTS = "mlp.experts.experts"  # in checkpoints
@@ -79,7 +80,7 @@ def layers(model: ModelConfig) -> Iterator[tuple[int, str, bool, bool]]:
     Those after the last layer of the model are of multi-token prediction.
     """
     pattern = expert_layers(model) if model.num_experts else [0] * model.num_layers
-    mixed = len(set(pattern)) > 1 or model.dsa_indexer_topk_freq > 1
+    mixed = len(set(pattern)) > 1 or any(kind.differs(model) for kind in kinds_in(model))
     for layer, experts in enumerate(pattern):
         yield layer, f"decoder.layers.{layer}." if mixed else "decoder.layers.", not mixed, bool(experts)
     for ahead in range(model.mtp_num_layers or 0):

@@ -17,7 +17,7 @@ from megatron.training.settings.kinds import (
     latent_kind,
     later_tokens_kind,
 )
-from megatron.training.settings.kinds.kind import Kind, Settings
+from megatron.training.settings.kinds.kind import Kind, Model
 
 # Of two kinds with a mixer for the same layer, the later one's is used.
 KINDS = (
@@ -30,7 +30,7 @@ KINDS = (
 )
 
 
-def kinds_in(model: Settings) -> list[Kind]:
+def kinds_in(model: Model) -> list[Kind]:
     """The kinds of layers that a model has."""
     return [kind for kind in KINDS if kind.condition.chosen(vars(model))]
 

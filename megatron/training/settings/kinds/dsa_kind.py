@@ -11,7 +11,7 @@ from megatron.formulas.kinds.sparse_figures import SparseLatent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import ABOVE_ZERO, AT_LEAST_1, NEVER, NOT_NEGATIVE, flag, function, size
 from megatron.training.settings.kinds import latent_kind
-from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.kinds.kind import Kind, Model, Run, settings_of
 from megatron.training.settings.read_with import of_kind
 
 FLAG = "--experimental-attention-variant dsa"
@@ -51,7 +51,7 @@ class DsaSettings:
     )
 
 
-def _prepare(config: Settings) -> None:
+def _prepare(config: Run) -> None:
     """Refuse what learned sparsity needs or does not work with."""
     model, chunks, attention = config.model, config.chunks, config.attention
     if not DSA.chosen(vars(model)):
@@ -93,13 +93,13 @@ def _prepare(config: Settings) -> None:
         raise Refusal(f"--dsa-warm-up with {other}", "is not supported: it trains indexers on all keys", LEAVE_OUT)
 
 
-def chooses(model: Settings) -> list[bool]:
+def chooses(model: Model) -> list[bool]:
     """For each layer, whether it chooses keys and does not use the choice of a layer before it."""
     shared = model.dsa_indexer_topk_freq, model.dsa_indexer_skip_topk_offset
     return [choosing_layer(n, *shared) == n for n in range(1, model.num_layers + 1)]
 
 
-def _shape(model: Settings) -> dict[str, Any]:
+def _shape(model: Model) -> dict[str, Any]:
     latent = latent_kind.KIND.shape(model)["latent"]
     sizes = {field.name: getattr(latent, field.name) for field in fields(latent)}
     sizes |= {"index_heads": model.dsa_indexer_n_heads, "index_dim": model.dsa_indexer_head_dim}
@@ -107,7 +107,7 @@ def _shape(model: Settings) -> dict[str, Any]:
     return {"latent": SparseLatent(**sizes, chosen=model.dsa_indexer_topk, learns=learns)}
 
 
-def _options(config: Settings) -> dict[str, Any]:
+def _options(config: Run) -> dict[str, Any]:
     from megatron.context_parallel.core.mixers.sparse_attention import SparseRule
 
     model = config.model
@@ -125,4 +125,8 @@ KIND = Kind(
     mixer="sparse_attention:sparse_latent_attention",
     layers=lambda model: [1] * model.num_layers,
     options=_options,
+    built=lambda model: "sparse_attention:train_indexers_alone" if model.dsa_warm_up else None,
+    loss=lambda model: "indexer loss" if model.dsa_indexer_loss_coeff else None,
+    starts=chooses,
+    differs=lambda model: model.dsa_indexer_topk_freq > 1,
 )

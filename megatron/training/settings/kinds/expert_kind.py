@@ -18,7 +18,7 @@ from megatron.training.settings.flag import (
     size,
     weights,
 )
-from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.kinds.kind import Kind, Model, Run, settings_of
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 from megatron.training.settings.read_with import of_kind
 
@@ -91,7 +91,7 @@ class ExpertSettings:
     )
 
 
-def _complete(config: Settings) -> None:
+def _complete(config: Run) -> None:
     """Complete the sizes of experts; refuse settings that contradict each other or are not supported."""
     model, parallel = config.model, config.parallel
     if parallel.moe_token_dispatcher_type not in ("allgather", "alltoall"):
@@ -130,7 +130,7 @@ def _complete(config: Settings) -> None:
         )
 
 
-def _combinations(config: Settings) -> None:
+def _combinations(config: Run) -> None:
     """Refuse features that do not work with experts yet."""
     model, parallel = config.model, config.parallel
     refused = {
@@ -157,7 +157,7 @@ def _combinations(config: Settings) -> None:
         )
 
 
-def _pattern(model: Settings) -> None:
+def _pattern(model: Model) -> None:
     check_pattern("--moe-layer-freq", model.moe_layer_freq, model.num_layers)
     if all(expert_layers(model)):
         model.moe_layer_freq = 1  # so that checkpoints hold each weight of all layers in one tensor
@@ -165,7 +165,7 @@ def _pattern(model: Settings) -> None:
         raise Refusal("--moe-layer-freq", "leaves no layer with experts: leave --num-experts out")
 
 
-def _without_reader(config: Settings) -> None:
+def _without_reader(config: Run) -> None:
     """Note what Megatron-LM accepts but does not read, and reset it."""
     model, kinds = config.model, config.model.moe_router_load_balancing_type
     if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
@@ -178,7 +178,7 @@ def _without_reader(config: Settings) -> None:
         model.moe_aux_loss_coeff = [0.0]
 
 
-def _sinkhorn(model: Settings) -> None:
+def _sinkhorn(model: Model) -> None:
     """Refuse what Sinkhorn's choice of experts does not read, and a capacity, which core refuses too."""
     refused = {
         f"--moe-router-score-function {model.moe_router_score_function}": model.moe_router_score_function != "softmax",
@@ -192,7 +192,7 @@ def _sinkhorn(model: Settings) -> None:
     refuse_combinations(SINKHORN, {flag: (given, "it does not read it") for flag, given in refused.items()})
 
 
-def _router(model: Settings) -> None:
+def _router(model: Model) -> None:
     experts, topk = model.num_experts, model.moe_router_topk
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if not 1 <= topk <= experts:
@@ -229,7 +229,7 @@ def _router(model: Settings) -> None:
         )
 
 
-def _losses(model: Settings) -> None:
+def _losses(model: Model) -> None:
     kinds, coefficients = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     for kind in kinds:
         if kind in OTHER_LOSSES:
@@ -251,7 +251,7 @@ def _losses(model: Settings) -> None:
             )
 
 
-def _check(config: Settings, world_size: int) -> None:
+def _check(config: Run, world_size: int) -> None:
     """Refuse a grid over which the experts, or the width of each, cannot be split evenly."""
     model, parallel = config.model, config.parallel
     if model.num_experts is None:
@@ -288,7 +288,7 @@ def _check(config: Settings, world_size: int) -> None:
         )
 
 
-def _shape(model: Settings) -> dict[str, Any]:
+def _shape(model: Model) -> dict[str, Any]:
     if model.num_experts == 1:  # a dense model
         return {}
     mixture = Mixture(
@@ -304,7 +304,7 @@ def _shape(model: Settings) -> dict[str, Any]:
     return {"mixture": mixture}
 
 
-def _core(config: Settings) -> dict[str, Any]:
+def _core(config: Run) -> dict[str, Any]:
     """Ours replaces core's router."""
     model, scores = config.model, config.model.moe_router_score_function
     return {

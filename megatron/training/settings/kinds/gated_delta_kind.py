@@ -8,7 +8,7 @@ from typing import Any
 from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import check_pattern, layer_pattern, size, weights
-from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.kinds.kind import Kind, Model, Run, settings_of
 from megatron.training.settings.kinds.layer_patterns import linear_layers
 from megatron.training.settings.read_with import of_kind
 
@@ -33,7 +33,7 @@ class LinearSettings:
     linear_num_value_heads: int = size(32, "linear attention: number of value heads, a multiple of the key heads")
 
 
-def _check(config: Settings, _: int) -> None:
+def _check(config: Run, _: int) -> None:
     """Refuse linear-attention layers that the model, the grid or other settings do not allow."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     if not LINEAR.chosen(vars(model)):
@@ -68,7 +68,7 @@ def _check(config: Settings, _: int) -> None:
     refuse_combinations(f"{FLAG} {model.experimental_attention_variant}", refused, fixes)
 
 
-def without_states(config: Settings) -> dict[str, tuple[Any, str]]:
+def without_states(config: Run) -> dict[str, tuple[Any, str]]:
     """What linear-attention and SSM layers do not work with: by flag, whether it is given, and why."""
     model, parallel, chunks = config.model, config.parallel, config.chunks
     return {
@@ -80,7 +80,7 @@ def without_states(config: Settings) -> dict[str, tuple[Any, str]]:
     }
 
 
-def _shape(model: Settings) -> dict[str, Any]:
+def _shape(model: Model) -> dict[str, Any]:
     heads = model.linear_num_key_heads, model.linear_num_value_heads
     sizes = model.linear_key_head_dim, model.linear_value_head_dim, model.linear_conv_kernel_dim
     return {"linear": LinearAttention(tuple(linear_layers(model)), *heads, *sizes)}

@@ -11,7 +11,7 @@ from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import function, size, weights
 from megatron.training.settings.kinds.gated_delta_kind import LINEAR, without_states
-from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.kinds.kind import Kind, Model, Run, settings_of
 from megatron.training.settings.kinds.layer_patterns import hybrid_pattern, linear_layers
 from megatron.training.settings.read_with import Condition, of_kind
 
@@ -47,7 +47,7 @@ class HybridSettings:
     mamba_dt_min: float = function(0.0, "hybrid model: smallest time step; 0.001 in transformers' Nemotron H")
 
 
-def _check(config: Settings, _: int) -> None:
+def _check(config: Run, _: int) -> None:
     """Refuse patterns and sizes of hybrid models that contradict each other, or do not fit the grid."""
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     pattern, ratios = model.hybrid_override_pattern, (model.hybrid_attention_ratio, model.hybrid_mlp_ratio)
@@ -101,7 +101,7 @@ def _check(config: Settings, _: int) -> None:
     })  # fmt: skip
 
 
-def _shape(model: Settings) -> dict[str, Any]:
+def _shape(model: Model) -> dict[str, Any]:
     pattern, states = hybrid_pattern(model), tuple(linear_layers(model))
     if not any(states):
         return {"pattern": pattern}
@@ -110,8 +110,16 @@ def _shape(model: Settings) -> dict[str, Any]:
     return {"pattern": pattern, "linear": LinearAttention(states, *heads, *sizes, "mamba2", delta=False)}
 
 
-def _options(config: Settings) -> dict[str, Any]:
+def _options(config: Run) -> dict[str, Any]:
     return {"exchange": config.parallel.linear_attention_exchange, "dt_min": config.model.mamba_dt_min}
 
 
-KIND = Kind(HYBRID, _shape, check=_check, mixer="mamba2:mamba2", layers=linear_layers, options=_options)
+KIND = Kind(
+    HYBRID,
+    _shape,
+    check=_check,
+    mixer="mamba2:mamba2",
+    layers=linear_layers,
+    options=_options,
+    differs=lambda model: True,
+)

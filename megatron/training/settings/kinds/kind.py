@@ -6,12 +6,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from megatron.training.settings.read_with import Condition
 
-Settings = Any
-"""A :class:`Config`, or its model: it consists of the settings of kinds, so they cannot import it."""
+
+class Model(Protocol):
+    """A :class:`ModelConfig`: it consists of the settings of kinds, so they cannot import it."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+
+    def __getattr__(self, setting: str) -> Any: ...
+
+
+class Run(Protocol):
+    """A :class:`Config`: its sections by name."""
+
+    model: Model
+    notes: list[str]
+
+    def __getattr__(self, section: str) -> Any: ...
 
 
 class Kind(NamedTuple):
@@ -27,17 +43,27 @@ class Kind(NamedTuple):
         mixer: "module:function" in context_parallel/core/mixers/, for what stands in place of attention.
         layers: of a model, 1 for each layer with this mixer, 0 for the others.
         options: arguments of the mixer, of a configuration.
+        built: "module:function" there, called with each part of the model when its weights have initial values; None:
+            there is nothing to do.
+        loss: name in the log of a loss of these layers, which modules sum up in ``layer_loss``; None: they have none.
+        starts: for each layer, whether it needs nothing that the layer before it hands on, so that a pipeline stage may
+            begin with it.
+        differs: whether layers have different weights, so that each has its own names in checkpoints.
     """
 
     condition: Condition
-    shape: Callable[[Settings], dict[str, Any]] = lambda model: {}
-    prepare: Callable[[Settings], None] = lambda config: None
-    complete: Callable[[Settings], None] = lambda config: None
-    check: Callable[[Settings, int], None] = lambda config, world_size: None
-    core: Callable[[Settings], dict[str, Any]] = lambda config: {}
+    shape: Callable[[Model], dict[str, Any]] = lambda model: {}
+    prepare: Callable[[Run], None] = lambda config: None
+    complete: Callable[[Run], None] = lambda config: None
+    check: Callable[[Run, int], None] = lambda config, world_size: None
+    core: Callable[[Run], dict[str, Any]] = lambda config: {}
     mixer: str | None = None
-    layers: Callable[[Settings], list[int]] = lambda model: [0] * model.num_layers
-    options: Callable[[Settings], dict[str, Any]] = lambda config: {}
+    layers: Callable[[Model], list[int]] = lambda model: [0] * model.num_layers
+    options: Callable[[Run], dict[str, Any]] = lambda config: {}
+    built: Callable[[Model], str | None] = lambda model: None
+    loss: Callable[[Model], str | None] = lambda model: None
+    starts: Callable[[Model], list[bool]] = lambda model: [True] * model.num_layers
+    differs: Callable[[Model], bool] = lambda model: False
 
 
 def settings_of(condition: Condition) -> Callable[[type], type]:

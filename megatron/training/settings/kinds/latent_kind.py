@@ -10,7 +10,7 @@ from typing import Any
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, refuse_combinations
 from megatron.training.settings.flag import ABOVE_ZERO, flag, function, size, weights
-from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.kinds.kind import Kind, Model, Run, settings_of
 from megatron.training.settings.read_with import of_kind
 
 FLAG = "--multi-latent-attention"
@@ -37,7 +37,7 @@ class LatentSettings:
     )
 
 
-def _prepare(config: Settings) -> None:
+def _prepare(config: Run) -> None:
     """Complete the settings of MLA; refuse those that contradict it or are not supported with it."""
     model = config.model
     if not model.multi_latent_attention:
@@ -61,7 +61,7 @@ def _prepare(config: Settings) -> None:
     model.kv_channels = model.qk_head_dim + model.qk_pos_emb_head_dim  # the head of a key, whatever --kv-channels says
 
 
-def _combinations(config: Settings) -> None:
+def _combinations(config: Run) -> None:
     model = config.model
     refused = {
         "--group-query-attention": (model.group_query_attention, "each head has keys of its own, from the latent"),
@@ -86,7 +86,7 @@ def _combinations(config: Settings) -> None:
         raise Refusal("--latent-exchange latents with --fpdt", "is not supported: chunks send keys", LEAVE_OUT)
 
 
-def _rope(config: Settings) -> None:
+def _rope(config: Run) -> None:
     """Megatron-LM's --rope-type as our kinds of positions."""
     model, kind = config.model, config.model.position_embedding_type
     if kind not in ("rope", "yarn"):
@@ -110,7 +110,7 @@ def _rope(config: Settings) -> None:
         model.position_embedding_type = "yarn"
 
 
-def _reset_yarn(model: Settings) -> bool:
+def _reset_yarn(model: Model) -> bool:
     """Give YaRN's settings their defaults; returns whether one had another value."""
     changed = False
     for field in fields(model):
@@ -120,7 +120,7 @@ def _reset_yarn(model: Settings) -> bool:
     return changed
 
 
-def _note_ring(config: Settings, _: int) -> None:
+def _note_ring(config: Run, _: int) -> None:
     """Say when the ring sends more with keys and values than it would with latents."""
     model, parallel = config.model, config.parallel
     if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1) or config.chunks.fpdt:
@@ -134,12 +134,12 @@ def _note_ring(config: Settings, _: int) -> None:
         )
 
 
-def _shape(model: Settings) -> dict[str, Any]:
+def _shape(model: Model) -> dict[str, Any]:
     rotated, value = model.qk_pos_emb_head_dim, model.v_head_dim
     return {"latent": Latent(model.q_lora_rank or 0, model.kv_lora_rank, rotated, value)}
 
 
-def _core(config: Settings) -> dict[str, Any]:
+def _core(config: Run) -> dict[str, Any]:
     """RoPE's settings are not among them: it is ours."""
     model, sharper = config.model, 1.0
     if model.position_embedding_type == "yarn":

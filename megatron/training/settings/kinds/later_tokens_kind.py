@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron.training.refusal import refuse_combinations
 from megatron.training.settings.flag import NOT_NEGATIVE, flag, weights
-from megatron.training.settings.kinds.kind import Kind, Settings, settings_of
+from megatron.training.settings.kinds.kind import Kind, Run, settings_of
 from megatron.training.settings.read_with import of_kind
 
 MTP = of_kind("mtp_num_layers")
@@ -21,7 +21,7 @@ class LaterTokenSettings:
     mtp_loss_scaling_factor: float = flag(0.1, "weight of the mean of their losses", range=NOT_NEGATIVE, core=True)
 
 
-def _prepare(config: Settings) -> None:
+def _prepare(config: Run) -> None:
     """Refuse what does not work with multi-token prediction yet."""
     model, parallel, chunks = config.model, config.parallel, config.chunks
     if not model.mtp_num_layers:

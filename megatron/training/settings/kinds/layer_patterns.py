@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.training.settings.kinds.kind import Settings
+from megatron.training.settings.kinds.kind import Model
 
 
-def expert_layers(model: Settings) -> list[int]:
+def expert_layers(model: Model) -> list[int]:
     """1 for each layer whose FFN is a mixture of experts, 0 for the others."""
     if not model.num_experts:
         return [0] * model.num_layers
@@ -20,7 +20,7 @@ def expert_layers(model: Settings) -> list[int]:
     return [int(layer % frequency == 0) for layer in range(model.num_layers)]
 
 
-def linear_layers(model: Settings) -> list[int]:
+def linear_layers(model: Model) -> list[int]:
     """1 for each linear-attention or SSM layer in place of keys and values, 0 for the others."""
     frequency = model.linear_attention_freq
     if model.is_hybrid_model:
@@ -32,7 +32,7 @@ def linear_layers(model: Settings) -> list[int]:
     return [int(number % frequency != 0) for number in range(1, model.num_layers + 1)]
 
 
-def hybrid_pattern(model: Settings) -> str:
+def hybrid_pattern(model: Model) -> str:
     """What each layer of a hybrid model is: M (Mamba2), * (attention), - (MLP) or E (experts); empty for others.
 
     As in core, attention is spread evenly over all layers, and MLPs over the others, nearer to the end.
