@@ -4,12 +4,14 @@
 
     python tools/certify.py torchrun --nproc-per-node 8 pretrain_llama.py --ring-parallel-size 8 ...
     python tools/certify.py --grid ulysses=2 --grid ulysses=2,ring=2 program.py:step
+    python tools/certify.py --grid ranks=2 --loss "train loss" train.py --batch-size {8/ranks}
     python tools/certify.py Qwen/config.json
 
 A training command runs with its flags and a small model of the same kind, on this machine's CPU. Each axis that the
 command uses is tested with size 2, alone and with each other axis. A function is called with the sizes of a grid and
-returns cp.Outcome, or (model, loss). A config.json of transformers makes a small random model, which cp's parallelize
-splits.
+returns cp.Outcome, or (model, loss). Any other script runs as torchrun would start it, until its second step; in its
+arguments {ranks} is a size of the grid, and {8/ranks} is 8 over this size. A config.json of transformers makes a small
+random model, which cp's parallelize splits.
 
 The limit for a difference is measured: how far rounding moves each number on one process. The first module beyond its
 limit is named. Exit code 0: all agree; 1: something differs; 2: the program cannot be checked.
@@ -25,7 +27,6 @@ import tools.interrupts  # noqa: F401
 
 # isort: split
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
 
     for note in notes:
         print(f"note: {note}")
-    return report(lambda: cp.certify(program, grids, sees=args.sees, run=run), args.picture)
+    return report(lambda: cp.certify(program, grids, sees=args.sees, loss=args.loss, run=run), args.picture)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "--grid", action="append", default=[], metavar="AXIS=N,...", help="a grid to compare; may be given again"
     )
     options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
+    options.add_argument("--loss", metavar="TEXT", help="compare the numbers that the program prints after this text")
     options.add_argument("--picture", metavar="FILE", help="write a picture: parameters by grids, coloured by error")
     options.add_argument("--processes", type=int, default=4, metavar="N", help="most processes of a grid (default: 4)")
     options.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="command, FILE.py:NAME or file")
@@ -82,13 +84,13 @@ def program_of(args: argparse.Namespace) -> tuple[Any, list[dict[str, int]], lis
     words = args.program
     if not words:
         raise Refusal("no program: give a training command, FILE.py:NAME or a config.json")
-    if len(words) == 1 and re.search(r"\.py:\w+$", words[0]):
-        from megatron.certifying.of_file import OfFile
+    from megatron.certifying.of_file import program_of as program_of_file
 
+    program = program_of_file(words) if launch(words) is None else None
+    if program is not None:
         if not args.grid:
             raise Refusal(f"{words[0]}: give its grids, for example --grid ranks=2")
-        path, _, name = words[0].rpartition(":")
-        return OfFile(f"{os.path.abspath(path)}:{name}"), [], []
+        return program, [], []
     if len(words) == 1 and Path(words[0]).exists() and not words[0].endswith(".py"):
         from megatron.certifying.programs.hugging_face_model import HuggingFace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path("../..")  # pip builds in this folder
-PACKAGES = ["megatron.certifying", "megatron.certifying.of_torch", "megatron.system"]
+PACKAGES = [f"megatron.{name}" for name in ("certifying", "certifying.of_torch", "certifying.scripts", "system")]
 
 setup(
     name="longcontext-certify",

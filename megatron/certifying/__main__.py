@@ -2,9 +2,11 @@
 """Check that a program computes on several processes what it computes on one: losses, every gradient, norm and update.
 
     python -m megatron.certifying --grid ranks=2 program.py:step
+    python -m megatron.certifying --grid ranks=2 --loss "train loss" train.py --batch-size {8/ranks}
 
-The function is called with the sizes of a grid and returns (model, loss), or an Outcome. Exit code 0: all agree; 1:
-something differs; 2: the program cannot be checked.
+A function is called with the sizes of a grid and returns (model, loss), or an Outcome. A script runs as torchrun would
+start it, until its second step; in its arguments {ranks} is a size of the grid, and {8/ranks} is 8 over this size. Exit
+code 0: all agree; 1: something differs; 2: the program cannot be checked.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Callable
 
 from megatron.certifying.certificate import Certificate, certify
-from megatron.certifying.of_file import OfFile, sizes_of
+from megatron.certifying.of_file import program_of, sizes_of
 from megatron.certifying.processes_of_program import ProgramFailed
 
 WRONG, REFUSED = 1, 2
@@ -31,9 +33,17 @@ def main(argv: list[str] | None = None) -> int:
         "--grid", action="append", required=True, metavar="AXIS=N,...", help="a grid to compare; may be given again"
     )
     options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
-    options.add_argument("program", metavar="FILE.py:NAME", help="the function")
+    options.add_argument("--loss", metavar="TEXT", help="compare the numbers that the program prints after this text")
+    options.add_argument(
+        "program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="FILE.py:NAME, or FILE.py ARGS..."
+    )
     args = options.parse_args(argv)
-    return report(lambda: certify(OfFile(args.program), [sizes_of(text) for text in args.grid], sees=args.sees))
+    program = program_of(args.program)
+    if program is None:
+        print("error: give a function, FILE.py:NAME, or a script that exists, FILE.py", file=sys.stderr)
+        return REFUSED
+    grids = [sizes_of(text) for text in args.grid]
+    return report(lambda: certify(program, grids, sees=args.sees, loss=args.loss))
 
 
 def report(make: Callable[[], Certificate], picture: str | None = None) -> int:

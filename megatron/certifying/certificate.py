@@ -14,8 +14,9 @@ import torch
 from megatron.certifying.bisecting import FirstDifference, bisect
 from megatron.certifying.comparing import Compared, compare
 from megatron.certifying.processes_of_program import Processes, Run
-from megatron.certifying.recording import GRADIENT, NORM, Program, Reference, measure, record
+from megatron.certifying.recording import GRADIENT, LOSS, NORM, Program, Reference, measure, record
 from megatron.certifying.rows import Rows, find_positions
+from megatron.certifying.scripts.printed import Printed
 from megatron.certifying.sight import Allowed, Seen, changed_by_tokens, compare_changes, rows_by_rank, tokens_to_change
 from megatron.system.whole_file import save_figure
 
@@ -137,6 +138,7 @@ def certify(
     layers: int = 1,
     edges: Sequence[int] = (),
     sees: bool = False,
+    loss: str | None = None,
     run: Run | None = None,
 ) -> Certificate:
     """Run a program on one process and on grids, and compare losses, gradients, clipping norm and update.
@@ -154,6 +156,8 @@ def certify(
         layers: number of layers that attend with this mask.
         edges: positions at which a document, a chunk or a window ends; tokens next to them are changed.
         sees: also change single tokens, and compare which outputs change.
+        loss: a text: the losses are the numbers that the program prints after it. The program may return nothing;
+            its model is what its optimizer changes.
         run: (function, ranks, *arguments) -> results by rank; default: new processes.
 
     Raises:
@@ -163,6 +167,8 @@ def certify(
     sizes = [{"ranks": grid} if isinstance(grid, int) else dict(grid) for grid in grids]
     if not sizes:
         raise ValueError("no grids to compare with one process: give at least one, for example [{'ulysses': 2}]")
+    if loss is not None:
+        program = Printed(program, loss)
     names = list(dict.fromkeys(name for grid in sizes for name in grid))
     one_process = dict.fromkeys(names, 1)
     with ExitStack() as stack:
@@ -170,6 +176,8 @@ def certify(
             run = stack.enter_context(Processes()).run
         reference = run(measure, 1, program, one_process)[0]
         check_finite(reference)
+        if loss is not None and not any(key[0] == LOSS for key in reference.recording.numbers):
+            raise ValueError(f"on one process the program prints no number after {loss!r}")
         watched: Reference | None = None
         result = []
         for grid in ({**one_process, **grid} for grid in sizes):

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -30,11 +32,12 @@ class Outcome:
     Attributes:
         model: the model, which may be wrapped by DDP, FSDP or torch.compile; if a rank holds only a part of it, a list
             of models with the names of the whole one, or modules by the names that they have on one process.
-        losses: of the whole batch: one, or one for each step. None on a rank that has none, as in a pipeline.
+        losses: of the whole batch: one, or one for each step. None on a rank that has none, as in a pipeline. A text
+            is a number that was rounded to its last digit.
         gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, read
             before the first step of an optimizer; without an optimizer, at the end.
         norm: gradient norm by which the gradients were clipped.
-        updates: changes of whole parameters. Default: those made by the first step of an optimizer.
+        updates: changes of whole parameters. Default: those made by the steps of an optimizer.
         positions: positions of this rank's tokens in the sequence, in local order; or such a tensor for each length
             that activations have. Default: derived from the activations of the first module.
         calls: (first, step): call n of a module on this rank has the samples of call ``first + step * n`` on one
@@ -42,7 +45,7 @@ class Outcome:
     """
 
     model: Models
-    losses: float | Tensor | Sequence[float | Tensor] | None = None
+    losses: float | Tensor | Sequence[float | Tensor | str] | None = None
     gradients: Mapping[str, Tensor | None] | None = None
     norm: float | Tensor | None = None
     updates: Mapping[str, Tensor] | None = None
@@ -59,8 +62,8 @@ class Recording:
 
     Attributes:
         numbers: by kind and name, in the order in which they were computed.
-        exact: by the key of a parameter's update, the last bit of the parameter's largest entry; smaller changes are
-            lost.
+        exact: by key, changes that may be lost: of a parameter's update, the last bit of the parameter's largest entry;
+            of a loss that is a text, half of its last digit.
         compiled: whether torch.compile compiled a part of the program.
     """
 
@@ -103,6 +106,8 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
         if nudge is not None:
             stack.enter_context(nudge)
         outcome = program(**sizes)
+    if outcome is None:
+        raise ValueError("the program returned nothing: return (model, loss), or use --loss with a text that it prints")
     if not isinstance(outcome, Outcome):
         outcome = Outcome(*outcome)
     result = Recording(_numbers(outcome, before, calls), calls=outcome.calls, compiled=compiles())
@@ -110,6 +115,9 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
         for name, x in whole_tensors(outcome.model, lambda parameter: parameter).items():
             if x.numel():
                 result.exact[UPDATE, name] = float(x.abs().max()) * torch.finfo(x.dtype).eps
+    for number, loss in enumerate(outcome.losses if isinstance(outcome.losses, Sequence) else ()):
+        if isinstance(loss, str) and math.isfinite(float(loss)):
+            result.exact[LOSS, str(number)] = 0.5 * 10.0 ** Decimal(loss).as_tuple().exponent
     positions = outcome.positions
     if positions is not None:
         by_length = positions if isinstance(positions, Mapping) else {len(positions): positions}
@@ -132,9 +140,8 @@ def measure(program: Program, sizes: Mapping[str, int], watch: bool = False, sam
 
 def _smallest(key: Key, x: Tensor, recording: Recording) -> float:
     """The error of a result that is rounded once."""
-    if key[0] == UPDATE and x.numel():
-        return max(torch.finfo(x.dtype).eps, recording.exact.get(key, 0.0) / max(float(x.abs().max()), 1e-300))
-    return torch.finfo(x.dtype).eps
+    lost = recording.exact.get(key, 0.0) / max(float(x.abs().max()), 1e-300) if x.numel() else 0.0
+    return max(torch.finfo(x.dtype).eps, lost)
 
 
 def error(key: Key, x: Tensor, right: Tensor) -> float:
@@ -167,6 +174,7 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
     numbers: Numbers = {}
     losses = outcome.losses if isinstance(outcome.losses, Sequence) else [outcome.losses]
     for number, loss in enumerate(loss for loss in losses if loss is not None):
+        loss = float(loss) if isinstance(loss, str) else loss
         numbers[LOSS, str(number)] = torch.as_tensor(loss, dtype=_wide(loss)).detach().cpu().reshape(())
     names = {id(m): name for name, m in modules(outcome.model)}
     counts: dict[Key, int] = {}
@@ -215,10 +223,11 @@ class _Call:
 
 @contextmanager
 def _watched() -> Iterator[list[_Call]]:
-    """Record the modules' calls, in the order in which they end: children before their parent."""
+    """Record the modules' calls before an optimizer steps, in the order in which they end: children before parents."""
     calls: list[_Call] = []
     inputs: dict[int, list[Tensor | None]] = {}
     weights: dict[int, dict[str, Tensor]] = {}
+    stepped: list[object] = []
 
     def before(module: nn.Module, args: Any) -> None:
         if id(module) not in weights:
@@ -229,7 +238,7 @@ def _watched() -> Iterator[list[_Call]]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         given, x = inputs.get(id(module)), _activation(output)
         entered, out = given.pop() if given else None, _first(output)
-        if x is None or out is None:
+        if x is None or out is None or stepped:
             return
         calls.append(_Call(id(module), x.requires_grad, entered, out, weights[id(module)]))
         weights[id(module)] = {}
@@ -239,6 +248,7 @@ def _watched() -> Iterator[list[_Call]]:
     hooks = [
         modules_of_torch.register_module_forward_pre_hook(before),
         modules_of_torch.register_module_forward_hook(after),
+        register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer)),
     ]
     try:
         yield calls

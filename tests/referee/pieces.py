@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH, HEADS, HEAD, WORDS, LENGTH, ROWS = 16, 4, 4, 40, 16, 4
+SEED = 0  # of the program that runs, which its story and its weights depend on
 
 
 def mine(x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -58,7 +59,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 def story(rows: int = ROWS, length: int = LENGTH, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Tokens and the next token of each; rows end after different numbers of tokens, and the rest has no labels."""
-    ids = torch.randint(WORDS, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(WORDS, (rows, length + 1), generator=torch.Generator().manual_seed(seed + SEED))
     labels = ids[:, 1:].clone()
     for row in range(rows):
         labels[row, length - 3 * (row % 4) :] = -100

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ import torch
 
 from megatron.certifying.certificate import Certificate, certify
 from megatron.certifying.processes_of_program import ProgramFailed, Run
+from tests.referee import pieces
 
 HERE = Path(__file__).parent
 GRIDS = {2: {"ranks": 2}, 4: {"data": 2, "model": 2}}
@@ -29,13 +30,15 @@ class Program:
     name: str
     old: str = ""
     new: str = ""
+    seed: int = 0
 
     def __call__(self, **sizes: int) -> Any:
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
+        pieces.SEED = self.seed
         return getattr(module_of(self.file, self.old, self.new), self.name)(**sizes)
 
     def __str__(self) -> str:
-        return f"{self.file}.{self.name}"
+        return f"{self.file}.{self.name}" + f", seed {self.seed}" * bool(self.seed)
 
 
 @cache
@@ -56,6 +59,12 @@ def functions(file: str) -> list[str]:
 
 FILES = ("data_parallel", "sequence_parallel", "model_parallel", "of_libraries")
 RIGHT = [Program(file, name) for file in FILES for name in functions(file)]
+
+
+def with_seeds(seeds: int) -> list[Program]:
+    """For each seed, the next right program of each file."""
+    by_file = [[program for program in RIGHT if program.file == file] for file in FILES]
+    return [replace(some[seed % len(some)], seed=seed) for seed in range(1, seeds + 1) for some in by_file]
 
 
 @dataclass

@@ -31,6 +31,7 @@ PACKAGES = [
     "formulas",
     "platform",
     "certifying.of_torch",
+    "certifying.scripts",
     "certifying",
     "context_parallel.layout",
     "context_parallel.positions",
@@ -66,9 +67,10 @@ PACKAGES = [
     "simulator.planner",
     "simulator",
 ]
-WITHOUT_CORE = ("system", "decisions", "certifying", "certifying.of_torch", "context_parallel.layout",
-                "context_parallel.positions", "context_parallel.attention", "context_parallel.attention.kernels",
-                "context_parallel.linear_attention", "context_parallel.sparse_attention", "context_parallel.fpdt",
+WITHOUT_CORE = ("system", "decisions", "certifying", "certifying.of_torch", "certifying.scripts",
+                "context_parallel.layout", "context_parallel.positions", "context_parallel.attention",
+                "context_parallel.attention.kernels", "context_parallel.linear_attention",
+                "context_parallel.sparse_attention", "context_parallel.fpdt",
                 "context_parallel.huggingface", "formulas", "training.refusal", "training.disk", "training.json_file",
                 "training.ownership", "simulator.machines", "simulator.cost", "simulator.planner")  # fmt: skip
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""certify and scripts that return nothing: their model is found, their losses are read from what they print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from megatron.certifying.certificate import certify
+from megatron.certifying.scripts.printed import Printed, captured
+from megatron.certifying.scripts.script import Script, filled
+
+SCRIPT = """
+import argparse, json, logging, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh()).square().mean()
+
+def report(how, step, loss):
+    if how == "json":
+        print(json.dumps({"step": step, "train_loss": loss}))
+    elif how == "logging":
+        logging.getLogger("train").warning("step %d train_loss=%.4f", step, loss)
+    elif how == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        SummaryWriter(os.environ["LOGDIR"]).add_scalar("train_loss", loss, step)
+
+def main():
+    options = argparse.ArgumentParser()
+    options.add_argument("--rows", type=int)
+    options.add_argument("--report", default="json")
+    args = options.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(3)
+    inner = Net()
+    model = DistributedDataParallel(inner) if dist.get_world_size() > 1 else inner
+    data = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(1000):
+        first = (step * dist.get_world_size() + dist.get_rank()) * args.rows
+        loss = MODEL(data[first : first + args.rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            report(args.report, step, float(total / dist.get_world_size()))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    main()
+"""
+RIGHT, WRONG = SCRIPT.replace("MODEL", "model"), SCRIPT.replace("MODEL", "inner")  # wrong: gradients are not reduced
+
+
+@pytest.mark.parametrize("how", ["json", "logging", "tensorboard"])
+def test_a_script_is_certified_by_what_it_prints(pool, tmp_path: Path, monkeypatch, how: str) -> None:
+    if how == "tensorboard":
+        pytest.importorskip("tensorboard")
+    path = tmp_path / "train.py"
+    path.write_text(RIGHT.replace('os.environ["LOGDIR"]', repr(str(tmp_path / "logs"))))
+    program = Script(str(path), ("--rows", "{8/ranks}", "--report", how))
+    certificate = certify(program, [2], loss="train_loss", run=pool.run)
+    kinds = [one.key[0] for one in certificate.grids[0].compared]
+    assert certificate.right and kinds.count("loss") == 1, str(certificate)
+    assert kinds.count("gradient") == kinds.count("update") == 4, str(certificate)
+
+
+def test_an_error_in_a_script_is_placed(pool, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(WRONG)
+    certificate = certify(Script(str(path), ("--rows", "{8/ranks}")), [2], run=pool.run)
+    place = certificate.grids[0].place
+    assert place is not None and (place.kind, place.modules[0]) == ("reduction", "first"), str(certificate)
+
+
+def test_a_loss_that_is_not_the_whole_batchs_is_noticed(pool, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(RIGHT.replace("dist.all_reduce(total)", "pass"))
+    certificate = certify(Script(str(path), ("--rows", "{8/ranks}")), [2], loss="train_loss", run=pool.run)
+    assert [one.key[0] for one in certificate.grids[0].wrong] == ["loss"], str(certificate)
+
+
+def test_a_text_that_is_never_printed_is_refused(pool, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(RIGHT)
+    with pytest.raises(ValueError, match="prints no number after 'validation loss'"):
+        certify(Script(str(path), ("--rows", "{8/ranks}")), [2], loss="validation loss", run=pool.run)
+
+
+def test_numbers_after_a_text() -> None:
+    def program() -> nn.Module:
+        print("iter 0: loss 2.3451, time 12ms\n'loss': 1e-05, epoch 3\nloss nan\nvalidation done")
+        print("loss: -0.5", file=sys.stderr)
+        return nn.Linear(1, 1)
+
+    assert Printed(program, "loss")()[1] == ["2.3451", "1e-05", "nan", "-0.5"]
+    with captured() as output:
+        print("inside")
+        assert output() == "inside\n"
+
+
+def test_arguments_have_the_sizes_of_the_grid() -> None:
+    assert filled("--x={ranks},{8/ranks},{other}", {"ranks": 2}) == "--x=2,4,{other}"
+    with pytest.raises(ValueError, match="9 is not a multiple of ranks=2"):
+        filled("{9/ranks}", {"ranks": 2})
