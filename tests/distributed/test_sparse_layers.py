@@ -148,8 +148,8 @@ def go_on(flags: str, folder: str) -> tuple[int, list[float], list[float], list[
     """What a run does that loads the checkpoint in ``folder``: its first iteration, losses, the indexer's, notes."""
     from megatron.training import step
 
-    job, found, log = make_job(f"{flags} --load {folder}"), [], step.indexer_loss
-    with mock.patch.object(step, "indexer_loss", lambda *args: found.append(log(*args)) or found[-1]):
+    job, found, log = make_job(f"{flags} --load {folder}"), [], step.layer_loss
+    with mock.patch.object(step, "layer_loss", lambda *args: found.append(log(*args)) or found[-1]):
         start = job.progress.iteration
         losses = train_job(job, 2)[0]
     return start, losses, [one["indexer loss"] for one in found], job.config.notes
