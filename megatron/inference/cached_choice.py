@@ -55,10 +55,11 @@ class CachedChoice:
     ) -> Tensor:
         core, layout = self.layer.core_attention, self.generation.plan.layout
         if index is not None:
-            choices[core.source] = choose_keys(*index, layout=layout, top_k=core.sparse.topk, mask=core.rule.mask)
+            how = {"top_k": core.sparse.topk, "kernel": core.sparse.kernel, "group": self.layer.pg_collection.tp}
+            choices[core.source] = choose_keys(*index, layout=layout, mask=core.rule.mask, **how)
         self.cache.fill(*(_gathered(x, layout.grid.ulysses) for x in (kv, index_k)))
-        how = {"layout": layout, "value_size": size, "scale": core.scale}
-        return sparse_attention(q, kv, choices[core.source], **how)[0]
+        sizes = {"layout": layout, "value_size": size, "scale": core.scale}
+        return sparse_attention(q, kv, choices[core.source], kernel=core.sparse.kernel, **sizes)[0]
 
     def _of_token(
         self, q: Tensor, kv: Tensor, index: Indexer | None, index_k: Tensor, choices: dict[int, Tensor], size: int
@@ -73,7 +74,7 @@ class CachedChoice:
         out = mine.new_zeros((*mine.shape[:3], size), dtype=accumulation_dtype(q.dtype))
         lse = torch.full_like(out[..., 0], float("-inf"))
         if len(cache.k):
-            kernel = select("auto", mine, cache.k, size)
+            kernel = select(core.sparse.kernel, mine, cache.k, size)
             chosen = Choice.of(choices[core.source])
             kernel.forward(mine, cache.k, chosen, Form(core.scale, size), out, lse, first=False)
         return merged_over_ranks(q, out, lse, grid)

@@ -14,11 +14,25 @@ from torch import Tensor
 
 import megatron.context_parallel as layouts
 from tests.distributed.test_sparse_layers import DOCUMENTS, DSA, EXPERTS, PACKED, SHARED, SPARSE, UNEVEN, WARM_UP
-from tests.distributed.training_runs import DEVICE, FULL, P2, SELECTIVE, SP, STREAM, T2, V2, cp, fpdt, make_job
+from tests.distributed.training_runs import (
+    DEVICE,
+    FULL,
+    P2,
+    SELECTIVE,
+    SP,
+    STREAM,
+    T2,
+    V2,
+    cp,
+    fpdt,
+    make_job,
+    train_job,
+)
 from tests.pairs import also_in_full
 
 WIDE = "--loss-chunks 2"  # core's own cross entropy is computed in fp32
 MIXTURE = f"{SPARSE} {EXPERTS} --moe-router-dtype fp64"
+AHEAD = f"{SPARSE} {UNEVEN} --mtp-num-layers 1"
 EP2 = "--expert-model-parallel-size 2"
 
 
@@ -186,6 +200,8 @@ MORE = [
     (4, f"{SPARSE} {UNEVEN}", f"{SP} {cp(1, 2)} {fpdt(24)}"),
     (4, SHARED, f"{P2} {cp(1, 2)} {fpdt(24, FULL)}"),
     (4, MIXTURE, f"{cp(2, 2)} {EP2} {fpdt(16)}"),
+    (4, AHEAD, f"{SP} {cp(1, 2)}"),
+    (4, AHEAD, f"{P2} {cp(1, 2)} {fpdt(24)}"),
 ]  # fmt: skip
 
 
@@ -200,6 +216,36 @@ def test_a_choice_within_each_shard_fails(pool, reference):
     model = f"{SPARSE} {UNEVEN}"
     found = difference(pool.run(run, 2, f"{model} {cp(1, 2)}", "shard", timeout=180), reference(model))
     assert found["keys"] > 20 and found["logits"] > 1e-3
+
+
+def counted_by_layer(flags: str) -> tuple[dict[int, float], set[str]]:
+    """The tokens that the indexer's loss of each layer counts in a step, and the kernels that choose."""
+    from megatron.context_parallel.core.mixers import sparse_attention
+
+    counted: dict[int, float] = defaultdict(float)
+    kernels, every, note = set(), sparse_attention.choose_keys, sparse_attention.SparseAttention.note
+
+    def seen(self: Any, total: Tensor, of: Tensor) -> None:
+        counted[self.layer_number] += float(of.sum())
+        note(self, total, of)
+
+    def choose(*args: Any, **options: Any) -> Tensor:
+        kernels.add(options["kernel"])
+        return every(*args, **options)
+
+    with (
+        mock.patch.object(sparse_attention.SparseAttention, "note", seen),
+        mock.patch.object(sparse_attention, "choose_keys", choose),
+    ):
+        train_job(make_job(flags), 1)
+    return dict(counted), kernels
+
+
+def test_a_layer_that_predicts_ahead_counts_the_tokens_of_the_others(pool):
+    """As in megatron-core 0.19, whose mask of rows (real_token_mask_q) is the same in all layers, not shifted."""
+    counted, kernels = pool.run(counted_by_layer, 1, f"{AHEAD} --attention-kernel math")[0]
+    assert set(counted) == {1, 2, 3} and len(set(counted.values())) == 1 and kernels == {"math"}
+    assert 0 < counted[1] < 4 * 64  # some tokens are masked
 
 
 def test_many_scores_are_equal(reference):

@@ -85,6 +85,7 @@ INDEXER = f"{DSA} --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 64 --dsa-indexe
             f"{MLA} {INDEXER} --fpdt --fpdt-chunk-size 16 --dsa-indexer-loss-coeff 1",
             "dsa with --fpdt is not supported: the loss over all keys is not computed in chunks: add --dsa-indexer-use",
         ),
+        (f"{MLA} {INDEXER} --attention-kernel cpu", "dsa with --attention-kernel cpu is not supported"),
         (f"{MLA} {INDEXER} --attention-dropout 0.1", "use --attention-dropout 0"),
         (f"{MLA} {INDEXER} --latent-exchange latents", "dsa with --latent-exchange is not supported"),
         (f"{MLA} {INDEXER} --dsa-indexer-loss-coeff 1 --lora-rank 4", "dsa with --lora-rank is not supported"),

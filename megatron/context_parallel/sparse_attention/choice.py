@@ -9,8 +9,10 @@ every grid chooses the same keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
@@ -38,6 +40,7 @@ def choose_keys(
     top_k: int,
     mask: Mask | Sequence[Mask] = Causal(),
     kernel: str = "auto",
+    group: Any = None,
 ) -> Tensor:
     """The keys that each of this rank's queries chooses: those with the highest scores that its mask allows.
 
@@ -52,6 +55,7 @@ def choose_keys(
         top_k: number of keys.
         mask: which keys may be chosen; a sequence has one for each sample.
         kernel: ``auto``, ``triton`` or ``math``. Both round differently: use the same on all ranks.
+        group: process group of ranks with the same arguments (TP): each chooses for a part of the queries.
 
     Returns:
         int32 [s_local, b, top_k]: positions in the sequence, ascending; -1 at the end where the mask allows fewer keys.
@@ -63,7 +67,8 @@ def choose_keys(
         raise ValueError(f"each query must choose at least one key, not {top_k}")
     masks = masks_of_samples(mask, q.size(1))
     complete = layout.gather(k)
-    return choose_among(q, complete, weights, spans=layout.local_spans, top_k=top_k, masks=masks, kernel=kernel)
+    how: dict[str, Any] = {"top_k": top_k, "masks": masks, "kernel": kernel, "group": group}
+    return choose_among(q, complete, weights, spans=layout.local_spans, **how)
 
 
 def choose_among(
@@ -75,13 +80,16 @@ def choose_among(
     top_k: int,
     masks: Sequence[Mask],
     kernel: str = "auto",
+    group: Any = None,
 ) -> Tensor:
-    """What :func:`choose_keys` returns for queries at the positions ``spans``; without communication.
+    """What :func:`choose_keys` returns for queries at the positions ``spans``; only ``group`` communicates.
 
     Args:
         complete: the keys of the sequence [s, b, d]; those to which no query attends may be missing (any numbers).
         masks: one for each sample.
     """
+    if group is not None and group.size() > 1:
+        return _choose_together(q, complete, weights, spans, group, {"top_k": top_k, "masks": masks, "kernel": kernel})
     local, length, fused = len(q), len(complete), _uses_triton(kernel, q, complete)
     block = KEYS * (TOGETHER if fused else 1)
     top_k = min(top_k, length)
@@ -105,6 +113,21 @@ def choose_among(
             where = (LAST - (found & LAST)).masked_fill_(found == NOTHING, LAST).sort(dim=1).values
             chosen[rows[0] : rows[1], sample, : where.size(1)] = where.masked_fill_(where == LAST, -1).int()
     return chosen
+
+
+def _choose_together(
+    q: Tensor, complete: Tensor, weights: Tensor, spans: Spans, group: Any, how: dict[str, Any]
+) -> Tensor:
+    """:func:`choose_among`; each rank of ``group`` computes the scores of a part of the queries."""
+    each = -(-len(q) // group.size())
+    rows = min(group.rank() * each, len(q)), min((group.rank() + 1) * each, len(q))
+    own = slice(*rows)
+    part = choose_among(q[own], complete, weights[own], spans=positions_of([rows], spans), **how)
+    mine = part.new_full((each, *part.shape[1:]), -1)
+    mine[: len(part)] = part
+    every = mine.new_empty((each * group.size(), *part.shape[1:]))
+    dist.all_gather_into_tensor(every, mine, group=group)
+    return every[: len(q)]
 
 
 def _highest(ranked: Sequence[Tensor], top_k: int) -> Tensor:

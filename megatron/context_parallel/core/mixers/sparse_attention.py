@@ -54,6 +54,7 @@ class SparseRule:
         rope_interleaved: pairs that RoPE rotates are neighbours (GLM-5), not entries of two halves (DeepSeek).
         k_norm_epsilon: of the norm of its keys.
         warm_up: attention reads all keys.
+        kernel: of the choice and of attention, as in ``sparse_attention``.
     """
 
     n_heads: int
@@ -66,6 +67,7 @@ class SparseRule:
     rope_interleaved: bool = False
     k_norm_epsilon: float = 1e-6
     warm_up: bool = False
+    kernel: str = "auto"
 
     def source(self, layer: int) -> int:
         """The layer, from 1, whose choice a layer uses."""
@@ -208,7 +210,8 @@ class SparseLatentAttention(LatentAttention):
         core, layout, masks, angles = self.core_attention, *self._where(batch)
         if index:
             index = core.rotated(Indexer(*index), angles)
-            chosen = choose_keys(*index, layout=layout, top_k=core.sparse.topk, mask=masks)
+            how = {"top_k": core.sparse.topk, "kernel": core.sparse.kernel, "group": self.pg_collection.tp}
+            chosen = choose_keys(*index, layout=layout, mask=masks, **how)
             batch.handed_on[self.layer_number] = chosen
         elif core.source in batch.handed_on:
             chosen = batch.handed_on[core.source]
@@ -224,6 +227,7 @@ class SparseLatentAttention(LatentAttention):
             scale=core.scale,
             indexer=index if core.learns and core.sparse.use_sparse_loss else None,
             heads_group=self.pg_collection.tp,
+            kernel=core.sparse.kernel,
         )
         out = self.raised(out).flatten(2)
         if not core.learns:
@@ -258,6 +262,8 @@ class SparseLatentAttention(LatentAttention):
             form=Form(core.scale, self.config.kv_lora_rank),
             masks=core.settings.masks_of(batch, core.rule.mask),
             lesson=self._lesson(batch, samples, layout) if core.learns else None,
+            kernel=core.sparse.kernel,
+            choosers=self.pg_collection.tp,
             chooses=core.indexer is not None,
             choices=choices,
             layout=layout,

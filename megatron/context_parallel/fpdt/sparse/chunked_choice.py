@@ -68,6 +68,7 @@ class ChunkedChoiceLayer(LayerFunctions):
         form: the scale of scores, and the entries of a value.
         kernel: as in ``sparse_attention``.
         lesson: of the indexer; None: it does not learn.
+        choosers: process group of ranks with the same queries (TP), each of which chooses for a part of them.
         chooses: whether the layer chooses keys; otherwise it takes the choice in ``choices``.
         choices: of layers that share one, by ("chosen", chunk); None: no other layer uses this one's choice.
     """
@@ -78,6 +79,7 @@ class ChunkedChoiceLayer(LayerFunctions):
     masks: Sequence[Mask] = (Causal(),)
     kernel: str = "auto"
     lesson: Lesson | None = None
+    choosers: Any = None
     chooses: bool = True
     choices: ChunkStore | None = None
 
@@ -215,9 +217,8 @@ class _Pass:
         if layer.chooses:
             index_q, weights = index_parts
             spans = self.layout.local_chunk_spans(query)
-            chosen = choose_among(
-                index_q, index, weights, spans=spans, top_k=layer.top_k, masks=self.masks, kernel=layer.kernel
-            )
+            how = {"top_k": layer.top_k, "masks": self.masks, "kernel": layer.kernel, "group": layer.choosers}
+            chosen = choose_among(index_q, index, weights, spans=spans, **how)
             chosen = self._in_places(chosen)
         else:
             chosen = self.choices.load([choice])[0].wait()

@@ -67,8 +67,12 @@ def _prepare(config: Run) -> None:
             f"--dsa-indexer-head-dim {model.dsa_indexer_head_dim}",
             f"is less than --qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}, the entries that RoPE rotates: use more",
         )
-    learns = bool(model.dsa_indexer_loss_coeff)
+    learns, kernel = bool(model.dsa_indexer_loss_coeff), attention.attention_kernel
     refused = {
+        f"--attention-kernel {kernel}": (
+            kernel not in ("auto", "triton", "math") and not model.dsa_warm_up,
+            "chosen keys have the kernels triton and math: leave it out",
+        ),
         "--fpdt": (
             chunks.fpdt and learns and not model.dsa_indexer_use_sparse_loss,
             "the loss over all keys is not computed in chunks: add --dsa-indexer-use-sparse-loss",
@@ -111,8 +115,10 @@ def _options(config: Run) -> dict[str, Any]:
     from megatron.context_parallel.core.mixers.sparse_attention import SparseRule
 
     model = config.model
-    names = [field.name for field in fields(SparseRule) if field.name != "warm_up"]
+    names = [field.name for field in fields(SparseRule) if field.name not in ("warm_up", "kernel")]
     values = {name: getattr(model, f"dsa_indexer_{name}") for name in names} | {"warm_up": model.dsa_warm_up}
+    # By now `auto` may be the kernel of attention to all keys; of chosen ones, `auto` takes Triton's where it can run.
+    values["kernel"] = "math" if config.attention.attention_kernel == "math" else "auto"
     values["loss_coeff"] = values["loss_coeff"] or 0.0
     values["k_norm_epsilon"] = values["k_norm_epsilon"] or model.norm_epsilon
     return latent_kind.KIND.options(config) | {"sparse": SparseRule(**values)}
