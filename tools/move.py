@@ -53,7 +53,7 @@ from megatron.training.settings.config import Config
 from tools.check_script import Launch, Record, missing_files, parsed, report_nothing, training_commands
 from tools.option_parser import OptionParser
 from tools.plan_options import MARGIN, on_nodes
-from tools.script_edits import Changes, edited
+from tools.script_edits import Changes, edited, with_allocator
 from tools.script_edits import on_nodes as with_nodes
 
 PRICES = Path(__file__).parents[1] / "examples" / "planner" / "prices.json"
@@ -436,7 +436,8 @@ def rewritten(job: Job, wanted: list[list[str]], target: Target) -> tuple[str, l
     counts = {flag: len(values) for flag, *values in given}
     literal: set[str] = set()
     for attempt in range(4):
-        moved = edited(with_nodes(text, job.launch.launcher, nodes, per_node), changes, counts, literal)
+        moved = with_allocator(with_nodes(text, job.launch.launcher, nodes, per_node))
+        moved = edited(moved, changes, counts, literal)
         now = launched(job, moved, f"after{attempt}")
         if now is None:
             literal = set(changes)
@@ -543,7 +544,7 @@ def places(job: Job, text: str) -> list[str]:
         return [f"set {names[0]} to a clone of megatron-longcontext: the script starts {written}{other}"]
     if "/" in written:
         return [f"in place of {written}, start {ours} in a clone of megatron-longcontext"]
-    entered = re.search(r"(?m)^\s*(?:cd|pushd)\s+([^\s;&]+)", text)
+    entered = re.search(r"(?m)(?:^\s*|[;&'\"(]\s*)(?:cd|pushd)\s+([^\s;&'\"]+)", text)
     where = f"`cd {entered[1]}` must enter" if entered else "start the script in"
     return [f"{where} a clone of megatron-longcontext, where {ours} is{other}"]
 

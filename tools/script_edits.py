@@ -19,6 +19,7 @@ DEFAULT = re.compile(r"(\"?\$\{\w+:?[-=])([^}]*)(\}\"?)")
 PLAIN = re.compile(rf"{QUOTED}|[\w.,+:/-]+")
 ANCHORS = ("--seq-length", "--micro-batch-size", "--num-layers", "--hidden-size", "--lr", "--train-iters")
 NODES = ("nnodes", "num_nodes", "num-nodes", "nodes", "N")
+ALLOCATOR = "PYTORCH_ALLOC_CONF"  # since PyTorch 2.9; before, with CUDA_ in the middle
 PER_NODE = ("nproc_per_node", "nproc-per-node", "num_gpus")
 
 Changes = dict[str, list[str] | None]
@@ -54,6 +55,15 @@ def on_nodes(text: str, launcher: Iterable[str], nodes: int, per_node: int) -> s
         if number is not None and values[:1] not in ([str(number)], [f"{number}:{number}"]):
             text = _with(text, flag, [str(number)], False)
     return text
+
+
+def with_allocator(text: str) -> str:
+    """The script with the allocator's setting that plans assume, unless it has settings of its own."""
+    if ALLOCATOR in text.replace("CUDA_", ""):
+        return text
+    start = re.search(r"(?m)^(?!\s*(?:#|$))", text)
+    at = start.start() if start else len(text)
+    return f"{text[:at]}export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n{text[at:]}"
 
 
 def _places(text: str, flag: str, values: int = 1) -> list[re.Match]:

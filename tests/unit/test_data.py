@@ -221,6 +221,7 @@ def test_refused_files(corpus, tmp_path):
     prefix, path = corpus[0], [corpus[0]]
     size = os.path.getsize(f"{prefix}.bin")
     refused("--data-path /no/data: no such file: /no/data.bin", data_path=["/no/data"])
+    refused(f"no such file: {tmp_path}.bin; {tmp_path} itself is no tokens: tools/pre", data_path=[str(tmp_path)])
     refused("--train-data-path /no/data: no such file", train_data_path=["/no/data"])
     refused("no data: give --data-path")
     refused("exclude each other", data_path=path, valid_data_path=path)

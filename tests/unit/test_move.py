@@ -13,7 +13,7 @@ import pytest
 from megatron.training.arguments.parser import parse
 from tests import moved_scripts
 from tools import check_script, move
-from tools.script_edits import edited, on_nodes
+from tools.script_edits import edited, on_nodes, with_allocator
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"
 TO = "--seq-length 32K --gpus 8 --gpu H100"
@@ -70,6 +70,12 @@ def test_nodes_of_a_job():
     text = "#SBATCH --nodes=4\nN=4\ntorchrun --nnodes $N --nproc-per-node 8"
     words = "torchrun --nnodes 4 --nproc-per-node 8".split()
     assert on_nodes(text, words, 2, 8) == "#SBATCH --nodes=2\nN=2\ntorchrun --nnodes $N --nproc-per-node 8"
+
+
+def test_the_allocator_is_set_as_plans_assume_it():
+    line = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    assert with_allocator("#!/bin/bash\n#SBATCH -N 2\n\nx\n") == f"#!/bin/bash\n#SBATCH -N 2\n\n{line}x\n"
+    assert with_allocator("export PYTORCH_ALLOC_CONF=a:1\nx\n") == "export PYTORCH_ALLOC_CONF=a:1\nx\n"
 
 
 def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureFixture[str]):

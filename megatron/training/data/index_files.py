@@ -162,7 +162,9 @@ def open_prefix(prefix: str, flag: str, cache: str | None = None) -> DataFile:
     try:
         for path in paths.values():
             if not (exists(path) if is_remote(path) else os.path.isfile(path)):
-                raise Refusal(f"{flag} {prefix}: no such file: {path}")
+                text = not is_remote(path) and os.path.exists(prefix)
+                how = f"; {prefix} itself is no tokens: tools/preprocess_data.py makes them of text" if text else ""
+                raise Refusal(f"{flag} {prefix}: no such file: {path}{how}")
         return _open_prefix(prefix, flag, paths, cache)
     except OSError as error:
         raise Refusal(f"{flag} {prefix}: {error.filename or prefix} cannot be read: {reason(error)}") from None

@@ -28,6 +28,8 @@ def complete_required(config: Config) -> None:
     if missing:
         flags = ["--" + name.replace("_", "-") for name in missing]
         shape = "" if model.model else "; --model sets a complete shape, for example --model llama3-8b"
+        if shape and "--num-layers" in flags and config.checkpoint.load and not config.checkpoint.use_checkpoint_args:
+            shape = "; --use-checkpoint-args takes the model from --load"
         raise Refusal(f"missing: {', '.join(flags)}{shape}", about=[*flags, "--seq-length-schedule"])
 
 
@@ -74,7 +76,7 @@ def complete_model(config: Config) -> None:
             f"{activations[0]} with --hidden-size {model.hidden_size}",
             "gives an MLP of width 0: give --ffn-hidden-size",
         )
-    _positions(model)
+    _positions(model, config)
     config.model = model
 
 
@@ -112,7 +114,7 @@ def _norms_and_residual(config: Config) -> None:
         refuse_combinations("--parallel-residual", refused)
 
 
-def _positions(model: ModelConfig) -> None:
+def _positions(model: ModelConfig, config: Config) -> None:
     rotated, kind = int(model.kv_channels * model.rotary_percent), model.position_embedding_type
     if model.multi_latent_attention:
         rotated = model.qk_pos_emb_head_dim  # even
@@ -127,7 +129,11 @@ def _positions(model: ModelConfig) -> None:
         given = [name for name in names if getattr(model, name) != getattr(ModelConfig, name)]
         if given:
             flags = ", ".join("--" + name.replace("_", "-").replace("yarn-corr", "no-yarn-corr") for name in given)
-            raise Refusal(f"{flags} without --position-embedding-type yarn", ": add it, or leave them out")
+            kept = config.checkpoint.use_checkpoint_args and not config.checkpoint.finetune
+            why = ": --use-checkpoint-args keeps the checkpoint's positions; add --finetune to change them, or leave"
+            raise Refusal(
+                f"{flags} without --position-embedding-type yarn", f"{why if kept else ': add it, or leave'} them out"
+            )
         return
     for flag in ("rotary_seq_len_interpolation_factor", "use_rope_scaling"):
         if getattr(model, flag):
@@ -148,6 +154,12 @@ def _positions(model: ModelConfig) -> None:
         )
     if model.rotary_base < 2:
         raise Refusal(f"--rotary-base {model.rotary_base}", "leaves YaRN no slow pairs: use 2 or more")
+    trained, length = model.yarn_original_max_position_embeddings, config.data.seq_length or 0
+    if (reach := int(trained * model.yarn_rotary_scaling_factor)) < length:
+        config.notes.append(
+            f"--yarn-rotary-scaling-factor {model.yarn_rotary_scaling_factor:g} stretches {trained:,} positions to "
+            f"{reach:,}, and --seq-length is {length:,}: {length / trained:g} would reach it"
+        )
 
 
 READ_BY = {  # settings that only some patterns read
