@@ -111,15 +111,15 @@ def parallelize(
     dropout_seed: int = 0,
     indexer_loss: float = 0.0,
 ) -> ContextParallel:
-    """Distribute a decoder's sequences over ``grid.context``. Its ranks call this, before or after DDP or fully_shard.
+    """Distribute a model's sequences over ``grid.context``. Its ranks call this, before or after DDP or fully_shard.
 
     ``model(**context.shard(batch)).loss`` is the mean over the complete batch on every rank. Gradients *averaged* over
     ``grid.context``, as by DDP and fully_shard, are those of this mean. Without labels the model returns the logits of
     a rank's tokens.
 
     Args:
-        model: a causal language model of transformers, with its weights, whose attention uses AttentionInterface; or a
-            PeftModel around one.
+        model: a causal language model, an encoder or one with a head of transformers, with its weights, whose attention
+            uses AttentionInterface; or a PeftModel around one.
         grid: with tensor and pipeline axes of size 1.
         seq_length: sequence length of every batch.
         fpdt: decoder layers in chunks, offloaded to host memory; None: layers unchanged.

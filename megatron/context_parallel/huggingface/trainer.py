@@ -37,11 +37,15 @@ class ContextParallelMixin:
         context: from ``parallelize``, for the trained model.
 
     Raises:
-        ValueError: a setting of the Trainer is not supported.
+        ValueError: a setting of the Trainer is not supported, or the Trainer is one of TRL.
     """
+
+    for_trl = False
 
     def __init__(self, *args: Any, context: ContextParallel, **kwargs: Any) -> None:
         self.context = context
+        if not self.for_trl and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
+            raise ValueError("trainers of TRL read their model's output for whole batches: use TrlMixin for them")
         super().__init__(*args, **kwargs)
         grid = context.grid
         if self.model_init is not None or not any(module is context.model for module in self.model.modules()):

@@ -61,6 +61,8 @@ class TrlMixin(ContextParallelMixin):
         ValueError: a setting of the trainer is not supported.
     """
 
+    for_trl = True
+
     def __init__(self, *args: Any, context: ContextParallel, **kwargs: Any) -> None:
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
         if settings is None:

@@ -203,7 +203,8 @@ class Documents(NarrowedMask):
     Attributes:
         ends: ascending, one past the last token of each document; the last is the length of the sequence. Any sequence
             of whole numbers; it becomes a tuple. Or a :class:`~.tree.Tree`, of which a query attends to its own path.
-        within: what a query attends to inside its document; in a tree, along its path, whose positions count from 0.
+        within: what a query attends to inside its document, by positions in the complete sequence (global tokens of a
+            window are the sequence's first); in a tree, along its path, whose positions count from 0.
 
     Raises:
         ValueError: the ends are no whole numbers, or do not ascend from 1 or more.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -362,7 +362,7 @@ def _state(
     vocab_size = getattr(unwrap(chunks[0]), "real_vocab_size", None)  # the embedding's rows are padded
     state: dict[str, Any] = {
         **({} if loading else for_megatron(config, vocab_size, progress.iteration, progress.consumed_train_samples)),
-        "config": asdict(config),
+        "config": asdict(replace(config, notes=[])),  # ranks may have other notes, and this is saved once
         "progress": asdict(progress),
         "vocab_size": vocab_size,
         "rng_world_size": dist.get_world_size() if config.checkpoint.save_rng else None,

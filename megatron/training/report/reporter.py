@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megatron.system.whole_file import is_special, whole_file
 from megatron.training.refusal import Refusal, reason, refusing
-from megatron.training.settings.config import Config
+from megatron.training.settings.config import Config, LoggingConfig
 
 logger = logging.getLogger(__name__)
 FLAGS = {"tensorboard": "--tensorboard-dir", "wandb": "--wandb-project", "mlflow": "--mlflow-experiment"}
@@ -54,7 +54,7 @@ class Reporter:
             self.bar = tqdm(total=self.last, initial=self.first, unit="step", dynamic_ncols=True)
         if settings.tensorboard_dir:
             with refusing(f"--tensorboard-dir {settings.tensorboard_dir}", OSError):
-                self.tensorboard = _start_tensorboard(settings.tensorboard_dir, settings.tensorboard_queue_size)
+                self.tensorboard = _start_tensorboard(settings, self.first)
         if settings.wandb_project:
             wandb = _imported("wandb", "--wandb-project", "Weights & Biases")
             self._attempt("wandb", lambda: setattr(self, "wandb", _start_wandb(wandb, self.config)))
@@ -197,12 +197,13 @@ def _iteration_of(line: bytes) -> float:
     return number if isinstance(number, int | float) else math.inf
 
 
-def _start_tensorboard(folder: str, queue: int) -> Any:
-    """A writer whose thread prints no error, because the next call raises it."""
+def _start_tensorboard(settings: LoggingConfig, first: int) -> Any:
+    """A writer whose thread prints no error, because the next call raises it. Earlier runs' later steps are hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     before = set(threading.enumerate())
-    writer = SummaryWriter(folder, max_queue=queue)
+    purge = first + 1 if first else None
+    writer = SummaryWriter(settings.tensorboard_dir, purge_step=purge, max_queue=settings.tensorboard_queue_size)
     threads, default = set(threading.enumerate()) - before, threading.excepthook
     threading.excepthook = lambda error: None if error.thread in threads else default(error)
     return writer
