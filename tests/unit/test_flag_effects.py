@@ -448,7 +448,9 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.setattr(tensorboard, "SummaryWriter", lambda path, max_queue: seen.update(queue=max_queue) or writer)
+    monkeypatch.setattr(
+        tensorboard, "SummaryWriter", lambda path, max_queue, purge_step: seen.update(queue=max_queue) or writer
+    )
     monkeypatch.setattr(reporter, "tqdm", lambda **_: SimpleNamespace(update=print, set_postfix=lambda **_: None))
     monkeypatch.setattr(reporter.sys, "stderr", SimpleNamespace(isatty=lambda: True))
     flags = (

@@ -155,7 +155,7 @@ def _refusal(flag: str, supported: tuple[str, ...]) -> Refusal:
     known = own + [name[2:] for name, row in table.items() if row.verdict == "hint"]
     if (similar := _similar(word, own, known)) is not None:
         name = f"--{similar}"
-        misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO
+        misspelt = SequenceMatcher(None, flag, name).ratio() >= TYPO or name.startswith(flag)
         fix = Fix(rename=(flag, name)) if misspelt else LEAVE_OUT
         return Refusal(flag, f"{problem}: did you mean {name}?", fix)
     refused = {SWITCH.sub("", name): name for name, row in table.items() if row.verdict == "refused"}
