@@ -443,9 +443,7 @@ def test_loggers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         log_metrics=lambda values, step: names["mlflow"].update(values),
     )
     points: list[int] = []
-    writer = SimpleNamespace(
-        add_scalar=lambda name, value, step: (points.append(step), names["tensorboard"].add(name))
-    )
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: (points.append(step), names["tensorboard"].add(name)))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setattr(

@@ -122,7 +122,8 @@ def _stretch(config: Config, given: Collection[str], saved: dict[str, Any], trai
     if model.position_embedding_type == "yarn" != saved["position_embedding_type"] and yarn not in given:
         model.yarn_original_max_position_embeddings = trained
         what += f", yarn-original-max-position-embeddings {trained}"
-    config.notes.append(f"--use-checkpoint-args: flags extend {trained} to {config.data.seq_length} tokens{': ' * bool(what)}{what}")
+    what = f": {what}" if what else ""
+    config.notes.append(f"--use-checkpoint-args: flags extend {trained} to {config.data.seq_length} tokens{what}")
 
 
 LARGEST = 2**53  # the longest runs have less than 2**45 tokens; PyTorch takes no number above 2**63
