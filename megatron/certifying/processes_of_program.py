@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -72,8 +73,8 @@ class Processes:
             for rank in [rank for rank, (_, pipe) in enumerate(workers) if pipe in ready]:
                 try:
                     good, path = workers[rank][1].recv()
-                except EOFError:
-                    self._fail(f"rank {rank} of {ranks} ended")
+                except (EOFError, ConnectionResetError):
+                    self._fail(f"rank {rank} of {ranks} ended {_how(workers[rank][0])}")
                 if not good:
                     self._fail(f"on rank {rank} of {ranks}:\n{path}")
                 with torch.serialization.safe_globals([Recording, Reference]):
@@ -93,6 +94,16 @@ class Processes:
         for process, _ in self._running:
             process.join()
         self._running = []
+
+
+def _how(process: Any) -> str:
+    """How a process ended that raised no error."""
+    process.join(10)
+    if process.exitcode == -signal.SIGKILL:
+        return "by SIGKILL: the system may have had too little memory; use smaller shapes or fewer ranks"
+    if process.exitcode is not None and process.exitcode < 0:
+        return f"by {signal.Signals(-process.exitcode).name}, in code outside of Python"
+    return f"with exit code {process.exitcode}, and no traceback: the program itself may have ended the process"
 
 
 def _serve(pipe: Connection) -> None:

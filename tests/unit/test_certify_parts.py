@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from megatron.certifying import rounding
 from megatron.certifying.bisecting import _between
 from megatron.certifying.certificate import Certificate, OnGrid, check_finite
 from megatron.certifying.comparing import Compared, fitted, listed
+from megatron.certifying.processes_of_program import _how
 from megatron.certifying.programs.small_shape import flags_of_grid, grids_of, left_out, small_flags
 from megatron.certifying.recording import GRADIENT, Recording, Reference
 from megatron.certifying.rows import part_of, zigzag
@@ -175,3 +179,13 @@ def test_a_program_without_finite_losses_and_gradients_is_refused(numbers: dict,
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(ValueError, match="no grids"):
         cp.certify(lambda: None, [])
+
+
+def end_by_signal() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_ends_without_an_error_is_explained() -> None:
+    process = multiprocessing.get_context("fork").Process(target=end_by_signal)
+    process.start()
+    assert "too little memory" in _how(process)
