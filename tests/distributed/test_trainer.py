@@ -122,3 +122,9 @@ def test_an_evaluation_counts_each_sample_once(pool, shared, tmp_path, alone, ba
         assert numbers(result) == pytest.approx(right, rel=1e-5)
         for mine, theirs in zip(result["arrays"], expected["arrays"], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_trainers_of_trl_need_their_own_mixin():
+    trl = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})
+    with pytest.raises(ValueError, match="use TrlMixin"):
+        type("Long", (ContextParallelMixin, trl), {})(context=None)

@@ -83,3 +83,17 @@ def test_lengths_may_be_written_as_the_planner_takes_them():
     assert parse("--seq-length 128K --max-position-embeddings 1M".split()).data.seq_length == 131072
     with pytest.raises(Refusal, match="--seq-length: invalid tokens value: '0.3K'"):
         parse("--seq-length 0.3K".split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        ("--load x", "--use-checkpoint-args takes the model from --load"),
+        ("--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --max-position-embeddings 64 "
+         "--micro-batch-size 1 --mock-data --vocab-size 99 --use-checkpoint-args --load x "
+         "--yarn-rotary-scaling-factor 4", "keeps the checkpoint's positions; add --finetune to change them"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_gives_is_said_where_it_is_missing(flags: str, answer: str):
+    with pytest.raises(Refusal, match=answer):
+        parse(flags.split(), world_size=1)
