@@ -135,7 +135,7 @@ def test_padding_does_not_count_and_a_mean_of_the_means_of_ranks_fails(pool):
 
 def test_refusals():
     batch = whole_batch(packed=False)
-    for kind, factor in (("llama", 1.0), ("deepseek_v32", -1.0)):
+    for kind, factor in (("llama", 1.0), ("deepseek_v32", -1.0), ("minimax_m3_vl_text", 1.0)):
         with pytest.raises(ValueError, match="above 0, and a model whose layers choose keys"):
             parallelize(tiny_model(kind), cp.Grid(), seq_length=LENGTH, indexer_loss=factor)
     for kind, options, why in (
@@ -152,6 +152,8 @@ def test_refusals():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with parallelize(model, cp.Grid(), seq_length=LENGTH, indexer_loss=1.0) as context:
         model.enable_input_require_grads()
+        with pytest.raises(ValueError, match="log_probs with indexer_loss trains no indexer"):
+            context.log_probs(batch)
         with pytest.raises(ValueError, match="use_reentrant=True: use False"):
             model(**context.shard(batch))
         model.gradient_checkpointing_disable()

@@ -223,7 +223,12 @@ class ContextParallel:
             shared: compute once what rows share at their beginning, as answers to one prompt do. The rows have any
                 length, with padding by ``attention_mask`` on any side. :attr:`shares` says what it saves.
             model: the wrapper (DDP and so on) around the model, whose hooks should run.
+
+        Raises:
+            ValueError: indexers would learn from another loss (``indexer_loss``), which this one has no place for.
         """
+        if self._teach and self.model.training and torch.is_grad_enabled():
+            raise ValueError("log_probs with indexer_loss trains no indexer: leave indexer_loss out of parallelize")
         scoring, run = {"temperature": temperature, "entropy": entropy}, self.model if model is None else model
         if shared:
             if not gather:
