@@ -147,3 +147,14 @@ def install() -> None:
     interface._flash_attn_forward, interface._flash_attn_backward = forward, backward
     interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward = varlen_forward, varlen_backward
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+
+
+def install_for_transformers() -> None:
+    """As :func:`install`, and let transformers 5 call it where a model's configuration names flash_attention_2."""
+    from transformers import modeling_flash_attention_utils as utils
+
+    install()
+    package, padding = sys.modules["flash_attn"], types.ModuleType("flash_attn.bert_padding")
+    package.flash_attn_with_kvcache = padding.pad_input = padding.unpad_input = None  # not called in training
+    sys.modules[padding.__name__] = padding
+    utils.is_flash_attn_2_available = lambda: True

@@ -32,6 +32,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ NEEDS_GPU = ("CUDA", "cuda", "on a CPU", "on CPU", "TEDotProductAttention", "Dis
 References = dict[tuple, Reference]  # measured on one process
 
 
-def judged(system: str, case: str, references: References, run: Callable[..., list] = on_each_rank) -> dict[str, Any]:
+def judged(
+    system: str, case: str, references: References, run: Callable[..., list] = partial(on_each_rank, patience=900)
+) -> dict[str, Any]:
     """The result of one cell, as in matrix.json.
 
     Args:

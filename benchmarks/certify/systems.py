@@ -58,7 +58,7 @@ class System:
 WITH_DEEPSPEED, WITH_TRL = ("deepspeed",), ("trl", "deepspeed")
 DEEPSPEED = ("deepspeed", "transformers")
 TRAINER = ("accelerate", *DEEPSPEED)
-LAYERS, TRAINERS = "deepspeed_layers.py", "trainer_sp.py"
+LAYERS, TRAINERS, VERL = "deepspeed_layers.py", "trainer_sp.py", "verl_ulysses.py"
 DOUBLED = {"": "deepspeed_zero_stage.py", "window": LAYERS, "packed documents": LAYERS, "hybrid": LAYERS}
 OTHER_MEAN = {"accumulation, unequal": TRAINERS, "experts, aux loss": TRAINERS}
 ULYSSES, RING = {"sequence": 2, "context": 1}, {"sequence": 1, "context": 2}
@@ -71,6 +71,9 @@ SYSTEMS: dict[str, System] = {
     "DeepSpeed, ZeRO 2": System(
         "deepspeed", {"ranks": 2}, WITH_DEEPSPEED, DEEPSPEED, True, DOUBLED, options={"stage": 2}
     ),
+    "DeepSpeed AutoSP": System(
+        "deepspeed_autosp", {"ranks": 2}, WITH_DEEPSPEED, DEEPSPEED, True, {"": "deepspeed_autosp.py"}
+    ),
     "accelerate sp": System("accelerate", ULYSSES, WITH_DEEPSPEED, TRAINER, True, {"": TRAINERS}),
     "accelerate sp, ZeRO 2": System(
         "accelerate", ULYSSES, WITH_DEEPSPEED, TRAINER, True, DOUBLED | OTHER_MEAN, options={"stage": 2}
@@ -82,10 +85,18 @@ SYSTEMS: dict[str, System] = {
         "ring_flash_attn", {"ranks": 2}, ("ring_flash_attn",), ("ring-flash-attn", "transformers")
     ),
     "yunchang ring": System(
-        "yunchang", {"ulysses": 1, "ring": 2}, ("yunchang",), ("yunchang", "transformers"),
+        "yunchang",
+        {"ulysses": 1, "ring": 2},
+        ("yunchang",),
+        ("yunchang", "transformers"),
         shown_by={"window": "yunchang_window.py"},
     ),
     "yunchang Ulysses": System("yunchang", {"ulysses": 2, "ring": 1}, ("yunchang",), ("yunchang", "transformers")),
+    "fla": System("fla", {"ranks": 2}, ("fla",), ("fla-core",)),
+    "verl": System("verl", {"ranks": 2}, ("verl",), ("verl", "transformers"), shown_by={"": VERL}),
+    "verl, sdpa": System(
+        "verl", {"ranks": 2}, ("verl",), ("verl", "transformers"), shown_by={"": VERL}, options={"attention": "sdpa"}
+    ),
     "megatron-core": System("megatron_core", {"ranks": 2}, packages=("megatron-core",)),
 }
 
@@ -109,4 +120,5 @@ def folder_of(name: str) -> Path:
 def environment_of(needs: Sequence[str]) -> dict[str, str]:
     """Environment variables of a process that has these packages and this repository."""
     paths = [*map(folder_of, needs), HERE.parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    interpreted = {"TRITON_INTERPRET": "1"} if "fla" in needs else {}  # has to be set before Triton is imported
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | interpreted
