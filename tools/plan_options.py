@@ -35,7 +35,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--longest", action="store_true", help="the longest sequence that fits, and its plan")
     options.add_argument("--global-batch", default="1", metavar="N", help="sequences per step (1)")
     options.add_argument(
-        "--documents", default="", metavar="FILE|mean:N", help="sequences are packed documents of these lengths, or "
+        "--documents",
+        default="",
+        metavar="FILE|mean:N",
+        help="sequences are packed documents of these lengths, or "
         "trees of answers that share a prompt: prompt:24K,answers:8,answer:8K",
     )
     options.add_argument(

@@ -13,13 +13,17 @@ from megatron.formulas.strategy import Shape, Strategy, Workload, refuse_unknown
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of a forward pass over one sequence, all layers together: matrix products, and attention without a mask."""
+    """FLOPs of a forward pass over one sequence, all layers together: matrix products, and attention without a mask.
+
+    ``choice``: scores that only choose keys, without a mask; they have no backward pass.
+    """
 
     qkv: float
     out: float
     mlp: float
     logits: float
     attention: float
+    choice: float = 0.0
 
     @property
     def gemm(self) -> float:
@@ -32,12 +36,15 @@ def forward_flops(shape: Shape, seq_length: int) -> ForwardFlops:
     token, with_state = 2 * seq_length, sum(shape.linear.layers) if shape.linear else 0
     with_keys = shape.layers_with("*") if shape.pattern else shape.layers - with_state
     mixers = [(attention_of(shape), with_keys)] + ([(shape.linear, with_state)] if with_state else [])
+    if shape.latent and shape.latent.differs:
+        mixers = [(shape.latent.of_layer(layer), 1) for layer in range(shape.layers)]
     return ForwardFlops(
         qkv=token * sum(layers * mixer.products(shape) for mixer, layers in mixers),
         out=token * shape.hidden * sum(layers * mixer.out_width(shape) for mixer, layers in mixers),
         mlp=token * shape.hidden * _mlp_width(shape),
         logits=token * shape.hidden * shape.vocab,
         attention=token * sum(layers * mixer.pairs(shape, seq_length) for mixer, layers in mixers),
+        choice=token * sum(layers * mixer.choice(shape, seq_length) for mixer, layers in mixers),
     )
 
 
@@ -54,7 +61,8 @@ class Flops:
 
     Attributes:
         model_gemm, model_attention: forward and backward, without recompute, as in MFU.
-        gemm, attention: executed, with recompute and the scores that attention's backward pass computes again.
+        gemm, attention: executed, with recompute and the scores that attention's backward pass computes again; each TP
+            rank chooses keys itself.
     """
 
     model_gemm: float
@@ -107,13 +115,13 @@ def step_flops(workload: Workload, strategy: Strategy) -> Flops:
     """
     one = forward_flops(workload.shape, workload.seq_length)
     batch, run = workload.global_batch, passes_of(workload, strategy)
-    shape, pairs = workload.shape, one.attention * workload.attended
-    scores = shape.head_dim / (shape.head_dim + shape.value_dim)  # share of the scores in attention's products
+    pairs, choice = one.attention * workload.attended, one.choice * workload.attended
+    scores = attention_of(workload.shape).score_share(workload.shape)
     logits = one.logits / workload.shape.vocab * padded_vocab(workload.shape.vocab, strategy.tensor)
     gemm = (run.qkv + 2) * one.qkv + (run.out + 2) * one.out + (run.ffn + 2) * one.mlp + 3 * logits
     return Flops(
         model_gemm=3 * batch * one.gemm,
-        model_attention=3 * batch * pairs,
+        model_attention=batch * (3 * pairs + choice),
         gemm=batch * gemm,
-        attention=batch * pairs * (run.attention + 2 + scores),
+        attention=batch * (pairs * (run.attention + 2 + scores) + choice * run.attention * strategy.tensor),
     )

@@ -88,7 +88,7 @@ class Shape:
     @property
     def mixed(self) -> bool:
         """Whether layers differ in more than their experts."""
-        return self.linear is not None or bool(self.pattern)
+        return self.linear is not None or bool(self.pattern) or bool(self.latent and self.latent.differs)
 
     @property
     def mixes(self) -> bool:
@@ -119,7 +119,9 @@ class Shape:
         if mixture and not mixture.layers[layer]:
             mixture = None
         linear = linear if linear and linear.layers[layer] else None
-        return changed(self, {"mixture": mixture, "linear": linear, "pattern": self.pattern[layer : layer + 1]})
+        latent = self.latent and self.latent.of_layer(layer)
+        own = {"mixture": mixture, "linear": linear, "latent": latent, "pattern": self.pattern[layer : layer + 1]}
+        return changed(self, own)
 
     def without_experts(self) -> Shape:
         """The shape of a model whose layers are all like those of this model that have no experts."""

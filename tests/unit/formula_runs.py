@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.formulas.kinds.sparse_figures import SparseLatent
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.planner.plan_report import uneven_stages
 
@@ -84,6 +85,7 @@ def flags(case: Case) -> list[str]:
         "--group-query-attention": shape.latent is None,
         f"--kv-channels {shape.head_dim}": shape.latent is None,
         "--multi-latent-attention": shape.latent,
+        "--dsa-indexer-use-sparse-loss": getattr(shape.latent, "learns", False),
         "--qk-layernorm": shape.qk_norm,
         "--attention-output-gate": shape.output_gate,
         "--is-hybrid-model": shape.pattern,
@@ -157,6 +159,15 @@ def _latents(shape: Shape) -> dict[str, Any]:
         "--qk-pos-emb-head-dim": latent.rotated,
         "--v-head-dim": latent.value,
     }
+    if isinstance(latent, SparseLatent):
+        given |= {
+            "--experimental-attention-variant": "dsa",
+            "--dsa-indexer-n-heads": latent.index_heads,
+            "--dsa-indexer-head-dim": latent.index_dim,
+            "--dsa-indexer-topk": latent.chosen,
+        }
+        given |= {"--dsa-indexer-loss-coeff": 1} if latent.learns else {}
+        given |= {"--dsa-indexer-topk-freq": 2} if latent.choosing else {}
     return given | ({"--q-lora-rank": latent.queries} if latent.queries else {})
 
 

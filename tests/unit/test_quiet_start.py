@@ -41,9 +41,7 @@ def test_an_intended_yarn_is_one_difference():
     before = of_run(parse(f"{sizes} --position-embedding-type rope".split()))
     yarn = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64"
     after = of_run(parse(f"{sizes} {yarn}".split()))
-    assert differences(before, after).function == [
-        "--position-embedding-type rope in the checkpoint, yarn in this run"
-    ]
+    assert differences(before, after).function == ["--position-embedding-type rope in the checkpoint, yarn in this run"]
     assert len(differences(after | {"yarn_rotary_scaling_factor": 2.0}, after).function) >= 1
 
 

@@ -3,15 +3,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.spans import Span
+from megatron.decisions.division import SCORED
+from megatron.platform.hooks import replaceable
 
-ROWS, KEYS = 128, 1024  # of a block
+T = TypeVar("T")
+ROWS, KEYS = SCORED
+
+
+def count_of(span: Span) -> int:
+    return span[1] - span[0]
+
+
+@replaceable
+def one_by_one(parts: Sequence[T], work: Callable[[T], int] = count_of) -> Iterable[T]:
+    """The parts that a loop takes one by one with the same operations: a dry run takes one, and counts it for all.
+
+    ``work``: what a part takes, in any unit; default: parts are spans, and it is in proportion to their length.
+    """
+    return parts
 
 
 def masks_of_samples(mask: Mask | Sequence[Mask], samples: int) -> list[Mask]:

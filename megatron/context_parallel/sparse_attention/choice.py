@@ -14,17 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach, tiles
 from megatron.context_parallel.sparse_attention import chosen_triton
-from megatron.context_parallel.sparse_attention.blocks_of_scores import KEYS, ROWS, key_blocks, masks_of_samples, padded
+from megatron.context_parallel.sparse_attention.blocks_of_scores import (
+    KEYS,
+    ROWS,
+    key_blocks,
+    masks_of_samples,
+    one_by_one,
+    padded,
+)
+from megatron.decisions.division import SCORED_TOGETHER
 from megatron.platform.autograd import without_autocast
 
-TOGETHER = 16  # blocks of keys whose scores Triton's kernel computes at once: it keeps no scores of heads
 NOTHING = -(2**63)
 LAST = 2**32 - 1
 
@@ -91,15 +97,19 @@ def choose_among(
     if group is not None and group.size() > 1:
         return _choose_together(q, complete, weights, spans, group, {"top_k": top_k, "masks": masks, "kernel": kernel})
     local, length, fused = len(q), len(complete), _uses_triton(kernel, q, complete)
-    block = KEYS * (TOGETHER if fused else 1)
+    block = KEYS * (SCORED_TOGETHER if fused else 1)
     top_k = min(top_k, length)
     chosen = torch.full((local, q.size(1), top_k), -1, dtype=torch.int32, device=q.device)
-    for rows in split((0, local), ROWS)[: 1 if is_fake(q) else None]:  # in a dry run the first stand for all
+
+    def blocks(rows: Span, mask: Mask) -> list[Span]:
+        return list(key_blocks(reach(positions_of([rows], spans), mask, length), length, block))
+
+    for rows in one_by_one(split((0, local), ROWS), lambda rows: sum(len(blocks(rows, mask)) for mask in masks)):
         held = positions_of([rows], spans)
         for sample, own in enumerate(masks):
             best: list[Tensor] = []  # numbers of the best keys so far, then of all keys of some blocks
             mine = [x[rows[0] : rows[1], sample] for x in (q, weights)]
-            for keys in key_blocks(reach(held, own, length), length, block):
+            for keys in blocks(rows, own):
                 theirs = complete[keys[0] : keys[1], sample]
                 at = torch.arange(*keys, device=q.device)
                 ranked = ranked_keys(mine[0], theirs, mine[1], at, fused)
@@ -154,7 +164,7 @@ def _allowed(held: Spans, keys: Span, mask: Mask, device: torch.device) -> Tenso
 
 
 def _uses_triton(kernel: str, q: Tensor, k: Tensor) -> bool:
-    if kernel == "math" or (kernel == "auto" and not q.is_cuda):
+    if kernel == "math" or (kernel == "auto" and not chosen_triton.on_gpu(q)):
         return False
     if kernel not in ("auto", "triton"):
         raise ValueError(f"no kernel {kernel} for an indexer's scores: use auto, triton or math")

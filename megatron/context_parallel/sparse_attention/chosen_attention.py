@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from megatron.context_parallel.attention.kernels import KernelUnavailable
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, split
 from megatron.context_parallel.sparse_attention import chosen_math, chosen_triton
+from megatron.context_parallel.sparse_attention.blocks_of_scores import one_by_one
 from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form, wide
 from megatron.context_parallel.sparse_attention.index_loss import Indexer, index_loss, index_loss_grads
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
@@ -99,7 +99,7 @@ def select(kernel: str, q: Tensor, kv: Tensor, value_size: int) -> ModuleType:
     """
     if kernel not in KERNELS:
         raise KernelUnavailable(kernel, f"no such kernel for chosen keys, only {', '.join(KERNELS)}")
-    if kernel == "math" or (kernel == "auto" and not q.is_cuda):
+    if kernel == "math" or (kernel == "auto" and not chosen_triton.on_gpu(q)):
         return chosen_math
     reason = chosen_triton.why_not(q.device, q.dtype, q.size(3), kv.size(3), value_size)
     if reason is None:
@@ -113,7 +113,7 @@ def delta(out: Tensor, dout: Tensor) -> Tensor:
     """``sum(dout * out)`` of each head, in fp32 at least; without a copy of both for a few rows at a time."""
     dtype = wide(out.dtype)
     result = out.new_empty(out.shape[:3], dtype=dtype)
-    for rows in split((0, len(out)), max(1, chosen_math.ENTRIES // max(1, out[:1].numel()))):
+    for rows in one_by_one(split((0, len(out)), max(1, chosen_math.ENTRIES // max(1, out[:1].numel())))):
         torch.sum(out[slice(*rows)].to(dtype) * dout[slice(*rows)].to(dtype), -1, out=result[slice(*rows)])
     return result
 
@@ -121,8 +121,7 @@ def delta(out: Tensor, dout: Tensor) -> Tensor:
 def queries_at_a_time(q: Tensor, kv: Tensor, chosen: Tensor, kernel: ModuleType) -> list[Span]:
     """The queries whose keys are gathered, or whose parts of gradients are written, at a time."""
     row = max(1, chosen[0].numel() * kv[0, 0].numel()) if len(chosen) else 1
-    every = split((0, len(q)), max(1, kernel.ENTRIES // row))
-    return every[:1] if is_fake(q) else every  # in a dry run the first stand for all
+    return split((0, len(q)), max(1, kernel.ENTRIES // row))
 
 
 def mean_over_heads(weights: Tensor, heads: int, group: Any) -> Tensor:
@@ -138,8 +137,7 @@ def _index_spans(spans: list[Span], chosen: Tensor, complete: Tensor) -> list[Sp
     if not spans:
         return spans
     most = chosen_math.ENTRIES // max(1, chosen[0].numel() * complete.size(-1))
-    every = split((0, len(chosen)), max(1, min(spans[0][1], most)))
-    return every[:1] if is_fake(chosen) else every
+    return split((0, len(chosen)), max(1, min(spans[0][1], most)))
 
 
 class _SparseAttention(torch.autograd.Function):
@@ -162,10 +160,10 @@ class _SparseAttention(torch.autograd.Function):
         loss = q.new_zeros(q.shape[:2], dtype=wide(q.dtype))
         choice, kernel = Choice.of(chosen), select(rule.kernel, q, kv, rule.form.value_size)
         spans = queries_at_a_time(q, kv, chosen, kernel)
-        for start, stop in spans:
+        for start, stop in one_by_one(spans):
             rows = slice(start, stop)
             kernel.forward(q[rows], complete, choice.rows(start, stop), rule.form, out[rows], lse[rows])
-        for start, stop in () if index_complete is None else _index_spans(spans, chosen, index_complete):
+        for start, stop in one_by_one([] if index_complete is None else _index_spans(spans, chosen, index_complete)):
             rows = slice(start, stop)
             given = kernel.mean_weights(q[rows], complete, choice.rows(start, stop), rule.form, lse[rows])
             index = Indexer(index_q[rows], index_complete, index_weights[rows])
@@ -185,7 +183,7 @@ class _SparseAttention(torch.autograd.Function):
         dq, d_complete = q.new_empty(q.shape), torch.zeros_like(complete, dtype=sums)
         choice, kernel = Choice.of(chosen), select(rule.kernel, q, kv, rule.form.value_size)
         spans, of_rows = queries_at_a_time(q, kv, chosen, kernel), delta(out, d_out)
-        for start, stop in spans:
+        for start, stop in one_by_one(spans):
             rows = slice(start, stop)
             final = d_out[rows], lse[rows], of_rows[rows]
             kernel.grads(q[rows], complete, choice.rows(start, stop), rule.form, *final, dq[rows], d_complete)
@@ -194,7 +192,7 @@ class _SparseAttention(torch.autograd.Function):
             index_complete = rule.layout.gather(index_k)
             d_keys_complete = torch.zeros_like(index_complete, dtype=sums)
             d_index_q, d_index_weights = torch.empty_like(index_q), torch.empty_like(index_weights)
-            for start, stop in _index_spans(spans, chosen, index_complete):
+            for start, stop in one_by_one(_index_spans(spans, chosen, index_complete)):
                 rows = slice(start, stop)
                 given = kernel.mean_weights(q[rows], complete, choice.rows(start, stop), rule.form, lse[rows])
                 index = Indexer(index_q[rows], index_complete, index_weights[rows])

@@ -17,9 +17,11 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
 from megatron.context_parallel.attention.kernels.triton_kernels.triton_kernel import missing_triton
 from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form
 from megatron.decisions.block_sizes import Blocks
+from megatron.decisions.division import GATHERED
 from megatron.decisions.kernel_order import too_old
+from megatron.platform.hooks import replaceable
 
-ENTRIES = 2**26  # of the parts of gradients written at a time
+ENTRIES = GATHERED
 LARGEST = 512  # entries of a value, and of the part of a key before it
 SUM = Blocks(1, 512, 4, 1)
 INDEX = Blocks(64, 128, 4, 2)
@@ -34,6 +36,13 @@ def why_not(device: torch.device, dtype: torch.dtype, d: int, width: int, value_
     return cannot_run(device, dtype)
 
 
+@replaceable
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor is on a GPU, which a dry run may simulate."""
+    return x.is_cuda
+
+
+@replaceable
 def cannot_run(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why no kernel of this folder can compute on a device, or None."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -99,7 +108,7 @@ def forward_launch(
     rows = {"q": q, "kv": kv, "out": out, "lse": lse}
     arguments = _arguments(rows, choice, form, blocks) | {"factor": form.scale * LOG2E, "FIRST": first}
     grid = (len(q), q.size(1) * kv.size(2) * arguments["BLOCKS"])
-    return Launch(_kernel("chosen_forward"), grid, arguments, blocks)
+    return Launch(kernel_named("chosen_forward"), grid, arguments, blocks)
 
 
 def query_grads_launch(
@@ -119,7 +128,7 @@ def query_grads_launch(
     arguments = _arguments(rows, choice, form, blocks)
     arguments |= {"factor": form.scale * LOG2E, "scale": form.scale, "FIRST": first}
     grid = (len(q), q.size(1) * kv.size(2) * arguments["BLOCKS"])
-    return Launch(_kernel("chosen_query_grads"), grid, arguments, blocks)
+    return Launch(kernel_named("chosen_query_grads"), grid, arguments, blocks)
 
 
 def key_grads_launch(
@@ -140,7 +149,7 @@ def key_grads_launch(
     arguments = _arguments(rows, choice, form, blocks) | {"parts": parts, "sums": sums, "entries": entries}
     arguments |= {"factor": form.scale * LOG2E, "scale": form.scale, "GRADS": parts is not None}
     grid = (len(q), q.size(1) * kv.size(2) * -(-entries // blocks.step))
-    return Launch(_kernel("chosen_key_grads"), grid, arguments, blocks)
+    return Launch(kernel_named("chosen_key_grads"), grid, arguments, blocks)
 
 
 def index_scores_launch(q: Tensor, k: Tensor, weights: Tensor, out: Tensor) -> Launch:
@@ -154,7 +163,7 @@ def index_scores_launch(q: Tensor, k: Tensor, weights: Tensor, out: Tensor) -> L
         "PRECISION": "interpreted" if interpreted() else "ieee",
     }  # fmt: skip
     grid = (-(-len(q) // blocks.block), -(-len(k) // blocks.step))
-    return Launch(_kernel("index_scores"), grid, arguments, blocks)
+    return Launch(kernel_named("index_scores"), grid, arguments, blocks)
 
 
 def add_parts_launch(parts: Tensor, target: Tensor, order: Tensor, dkv: Tensor) -> Launch:
@@ -165,7 +174,7 @@ def add_parts_launch(parts: Tensor, target: Tensor, order: Tensor, dkv: Tensor) 
         "parts": parts, "target": target, "order": order, "stops": stops, "dkv": dkv, "dkv_ss": dkv.stride(0),
         "dkv_sb": dkv.stride(1), "size": size, "entries": parts.size(2), "WIDTH": width, "BLOCK": SUM.step,
     }  # fmt: skip
-    return Launch(_kernel("add_parts"), (size, b * -(-width // SUM.step)), arguments, SUM)
+    return Launch(kernel_named("add_parts"), (size, b * -(-width // SUM.step)), arguments, SUM)
 
 
 def _blocks(which: str, q: Tensor, kv: Tensor, form: Form) -> Blocks:
@@ -202,7 +211,8 @@ def _power(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _kernel(name: str) -> Any:
+@replaceable
+def kernel_named(name: str) -> Any:
     """It is imported here because Triton takes a second to import and need not be installed."""
     from megatron.context_parallel.sparse_attention import chosen_kernels
 

@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
-from megatron.context_parallel.layout.spans import positions, positions_of, split
+from megatron.context_parallel.layout.spans import Span, positions, positions_of, split
 from megatron.context_parallel.layout.tiles import reach
-from megatron.context_parallel.sparse_attention.blocks_of_scores import KEYS, ROWS, key_blocks, masks_of_samples
+from megatron.context_parallel.sparse_attention.blocks_of_scores import (
+    KEYS,
+    ROWS,
+    key_blocks,
+    masks_of_samples,
+    one_by_one,
+)
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, mean_over_heads
 from megatron.platform.autograd import once_differentiable, refuse_transforms, without_autocast
 
@@ -91,12 +96,15 @@ class _Part(NamedTuple):
         return each, torch.einsum("rh,rhn->rn", self.weights, each).masked_fill(~allowed, float("-inf"))
 
 
-def _blocks(rows: tuple[int, int], mask: Mask, layout: SequenceLayout, device: torch.device) -> Iterator[Any]:
-    """(keys, allowed [r, n]) of the blocks of keys that some of the rows may read."""
-    held = positions_of([rows], layout.local_spans)
-    at = positions(held, device)[:, None]
-    for keys in key_blocks(reach(held, mask, layout.seq_length), layout.seq_length, KEYS):
-        yield slice(*keys), mask.allowed(at, torch.arange(*keys, device=device)[None])
+def _blocks(rows: Span, mask: Mask, layout: SequenceLayout) -> list[Span]:
+    """The blocks of keys that some of the rows may read."""
+    reached = reach(positions_of([rows], layout.local_spans), mask, layout.seq_length)
+    return list(key_blocks(reached, layout.seq_length, KEYS))
+
+
+def _alike(block: Any) -> int:
+    """The work on a block of keys, which have the same size."""
+    return 1
 
 
 class _DenseLoss(torch.autograd.Function):
@@ -117,15 +125,22 @@ class _DenseLoss(torch.autograd.Function):
         total = q.new_zeros((), dtype=wide)
         d_q, d_weights = torch.zeros_like(index_q, dtype=wide), torch.zeros_like(index_weights, dtype=wide)
         d_complete = torch.zeros_like(index_complete, dtype=wide)
-        for rows in split((0, len(q)), ROWS)[: 1 if is_fake(q) else None]:  # in a dry run one block stands for all
-            own = slice(*rows)
+
+        def work(rows: Span) -> int:
+            return sum(len(_blocks(rows, mask, layout)) for mask in call.masks)
+
+        for rows in one_by_one(split((0, len(q)), ROWS), work):
+            own, at = slice(*rows), positions(positions_of([rows], layout.local_spans), q.device)[:, None]
             for sample, mask in enumerate(call.masks):
                 parts = (x[own, sample].to(wide) for x in (q, index_q, index_weights))
                 part = _Part(*parts, complete[:, sample], index_complete[:, sample], call.scale)
-                blocks = list(_blocks(rows, mask, layout, q.device))
-                lse = _sums(part.attention(*one) for one in blocks)
-                index_lse = _sums(part.index(*one)[1] for one in blocks)
-                for keys, allowed in blocks:
+                blocks = [
+                    (slice(*keys), mask.allowed(at, torch.arange(*keys, device=q.device)[None]))
+                    for keys in _blocks(rows, mask, layout)
+                ]
+                lse = _sums(part.attention(*one) for one in one_by_one(blocks, _alike))
+                index_lse = _sums(part.index(*one)[1] for one in one_by_one(blocks, _alike))
+                for keys, allowed in one_by_one(blocks, _alike):
                     weights = (part.attention(keys, allowed) - lse[..., None]).exp()
                     target = mean_over_heads(weights.sum(0), len(weights), call.heads)
                     each, scores = part.index(keys, allowed)

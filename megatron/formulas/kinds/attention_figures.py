@@ -59,6 +59,14 @@ class Attention:
         """Multiplications of a token with others, without a mask."""
         return seq_length * shape.heads * (shape.head_dim + shape.value_dim)
 
+    def choice(self, shape: Shape, seq_length: int) -> int:
+        """Multiplications of a token with others, without a mask, that have no backward pass."""
+        return 0
+
+    def score_share(self, shape: Shape) -> float:
+        """The share of the scores in the multiplications of :meth:`pairs`."""
+        return shape.head_dim / (shape.head_dim + shape.value_dim)
+
     def kept(self, workload: Workload, strategy: Strategy, itemsize: int, fused: bool) -> int:
         """Bytes kept for backward between the norm and the output projection, whose input is included.
 

@@ -27,6 +27,11 @@ class Latent(Attention):
     rotated: int
     value: int
     operations: ClassVar[str] = "latent_operations"
+    differs: ClassVar[bool] = False  # between layers
+
+    def of_layer(self, layer: int) -> Latent:
+        """Those of a model whose layers are all like ``layer``."""
+        return self
 
     def inputs(self, shape: Shape, tensor: int) -> tuple[Tensor, ...]:
         """TP splits both sides of latents, but not their norms."""

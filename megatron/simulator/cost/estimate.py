@@ -75,9 +75,8 @@ def model_flops(workload: Workload, *, recompute: bool) -> tuple[float, float]:
     """FLOPs of a step: (of pairs that the mask allows, of the full mask with ``recompute`` counted)."""
     one, batch = forward_flops(workload.shape, workload.seq_length), workload.global_batch
     allowed = workload.attended
-    return 3 * batch * (one.gemm + allowed * one.attention), (4 if recompute else 3) * batch * (
-        one.gemm + one.attention
-    )
+    all_pairs = (4 if recompute else 3) * (one.gemm + one.attention) + (2 if recompute else 1) * one.choice
+    return batch * (3 * one.gemm + allowed * (3 * one.attention + one.choice)), batch * all_pairs
 
 
 def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Parts:

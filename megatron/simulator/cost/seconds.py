@@ -27,6 +27,8 @@ def attention_named(kernel: str) -> str:
 
 # Other names mean the machine's own choice. FlashAttention 1 ("flash1") occurs in published runs only.
 ATTENTION = {attention_named(kernel): kernel for kernel in (*preferred(None), "flash1")}
+# Those to chosen keys are also written in Triton.
+ATTENTION |= dict.fromkeys(("chosen_forward", "chosen_query_grads", "chosen_key_grads", "mean_weights"), "triton")
 
 
 def kernel_seconds(kernel: Kernel, machine: Machine) -> float:

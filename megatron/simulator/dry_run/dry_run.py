@@ -41,6 +41,7 @@ from megatron.training.report.memory_profile import Profile
 from megatron.training.report.mfu import step_flops
 from megatron.training.settings.config import Config
 from megatron.training.settings.kinds import kinds_in
+from megatron.training.settings.kinds.dsa_kind import DSA
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 from megatron.training.settings.models import rope_layers, window_layers
 
@@ -241,8 +242,9 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
 
     On a contiguous ring that is the last rank, which sees the most keys. On a zigzag ring under a window it is the
     second, because the first has the beginning of the sequence and fewer pairs. Otherwise it is the first rank, whose
-    queries see keys of all ranks; with FPDT its neighbour is simulated as well, because it needs more host memory: only
-    the first rank's early chunks never wait for other ranks' keys.
+    queries see keys of all ranks, and of Ulysses ranks that choose keys the last, which has the latest queries; with
+    FPDT its neighbour is simulated as well, because it needs more host memory: only the first rank's early chunks never
+    wait for other ranks' keys.
     """
     parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
@@ -254,6 +256,8 @@ def ranks_of(config: Config, world_size: int) -> Iterator[tuple[int, str]]:
         inside = (parallel.ring_parallel_size - 1) * neighbour
     elif zigzag and config.attention.window_size:
         inside = neighbour
+    elif DSA.chosen(vars(config.model)):  # Ulysses ranks choose keys for their own queries
+        inside = neighbour - parallel.tensor_model_parallel_size
     kinds = {0: "first"}
     if (
         stages > 2
@@ -350,7 +354,7 @@ def _period(config: Config) -> int:
     """The smallest number of layers after which the rules of all layers repeat."""
     layers = config.model.num_layers
     rules = [rope_layers(config.model), expert_layers(config.model)]
-    rules += [kind.layers(config.model) for kind in kinds_in(config.model)]
+    rules += [rule(config.model) for kind in kinds_in(config.model) for rule in (kind.layers, kind.starts)]
     rules = list(zip(window_layers(config.attention, layers), *rules))
     return next(n for n in range(1, layers + 1) if all(a == b for a, b in zip(rules, rules[n:])))
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.context_parallel.fpdt.chunked_loss import rows_with_loss
 from megatron.context_parallel.layout.documents import passed_on
+from megatron.context_parallel.sparse_attention.blocks_of_scores import one_by_one
 from megatron.platform import Platform, cpu
 from megatron.platform.hooks import replaced
 from megatron.platform.simulated_cluster import fake_tensors, outside_fakes, simulated_world
@@ -222,6 +223,7 @@ def run_rank(
                     watch.mark(phase)
 
                 stack.enter_context(replaced(passed_on, outside_fakes))
+                stack.enter_context(replaced(one_by_one, lambda _: watch.one_for_all))
                 stack.enter_context(replaced(rows_with_loss, lambda _: lambda wanted: torch.arange(len(wanted))))
                 run = all_batches = micro_batches(config, runtime.grid.data.size)
                 if stretch:

@@ -48,7 +48,8 @@ def step_flops(config: Config, vocab_size: int) -> StepFlops:
     # Each layer of multi-token prediction also has a projection from twice the width, and the output layer once more.
     gemm = forward.gemm + ahead * (forward.logits + 4 * length * shape.hidden**2)
     recompute = 4 if config.attention.recompute_granularity == "full" else 3
-    return StepFlops(3 * (gemm + attended_share(config) * forward.attention), recompute * (gemm + forward.attention))
+    model = 3 * gemm + attended_share(config) * (3 * forward.attention + forward.choice)
+    return StepFlops(model, recompute * (gemm + forward.attention) + (recompute - 2) * forward.choice)
 
 
 def attended_share(config: Config) -> float:

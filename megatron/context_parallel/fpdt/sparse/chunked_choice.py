@@ -28,6 +28,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.masks import Causal, Mask
 from megatron.context_parallel.layout.spans import positions, split, union
 from megatron.context_parallel.layout.tiles import reach
+from megatron.context_parallel.sparse_attention.blocks_of_scores import one_by_one
 from megatron.context_parallel.sparse_attention.choice import choose_among
 from megatron.context_parallel.sparse_attention.chosen_attention import (
     delta,
@@ -167,7 +168,7 @@ class _Pass:
         ``size``: of a key of the indexer, which is gathered for each of them.
         """
         target = mean_over_heads(weights, heads, self.layer.lesson.heads)
-        for start, stop in split((0, len(chosen)), max(1, ENTRIES // max(1, chosen[0].numel() * size))):
+        for start, stop in one_by_one(split((0, len(chosen)), max(1, ENTRIES // max(1, chosen[0].numel() * size)))):
             yield slice(start, stop), self._positions(chosen[start:stop]), target[start:stop]
 
     def _in_places(self, chosen: Tensor) -> Tensor:
@@ -230,7 +231,7 @@ class _Pass:
         for key, piece, loaded in zip(keys, pieces, coming):
             kv = loaded["kv", key]
             kernel = select(layer.kernel, q, kv, layer.form.value_size)
-            for start, stop in queries_at_a_time(q, kv, chosen, kernel):
+            for start, stop in one_by_one(queries_at_a_time(q, kv, chosen, kernel)):
                 rows = slice(start, stop)
                 kernel.forward(q[rows], kv, piece.rows(start, stop), layer.form, out[rows], lse[rows], first=False)
         out = out.to(q.dtype)
@@ -258,7 +259,7 @@ class _Pass:
     def _add_weights(self, given: Tensor, q: Tensor, kv: Tensor, piece: Choice, lse: Tensor) -> None:
         """Add the softmax weights of the keys of a chunk, summed over this rank's heads."""
         kernel = select(self.layer.kernel, q, kv, self.layer.form.value_size)
-        for rows in (slice(*span) for span in queries_at_a_time(q, kv, given, kernel)):
+        for rows in (slice(*span) for span in one_by_one(queries_at_a_time(q, kv, given, kernel))):
             own = piece.rows(rows.start, rows.stop)
             given[rows] += kernel.mean_weights(q[rows], kv, own, self.layer.form, lse[rows])
 
@@ -340,7 +341,7 @@ class _Pass:
             kv, dkv = loaded.pop(("kv", key)), loaded.pop(("dkv", key), None)
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device) if dkv is None else dkv
             kernel = select(layer.kernel, q, kv, layer.form.value_size)
-            for rows in (slice(*span) for span in queries_at_a_time(q, kv, chosen, kernel)):
+            for rows in (slice(*span) for span in one_by_one(queries_at_a_time(q, kv, chosen, kernel))):
                 final = dout[rows], lse[rows], of_rows[rows], dq[rows], dkv
                 kernel.grads(q[rows], kv, piece.rows(rows.start, rows.stop), layer.form, *final, first=False)
             store.put(("dkv", key), dkv)

@@ -36,6 +36,7 @@ from megatron.platform.streams import COMPUTE, STORES, Streams
 from megatron.simulator.cost import trace
 from megatron.simulator.cost.seconds import attention_named
 from megatron.simulator.cost.trace import Transfer
+from megatron.simulator.dry_run.recording.chosen_launches import chosen_launches
 from megatron.simulator.dry_run.recording.recorder import Recorder, bytes_of
 from megatron.simulator.machines.machine import Machine
 
@@ -315,6 +316,7 @@ def gpu_kernels(recorder: Recorder, machine: Machine, fused_rope: bool = True) -
         stack.enter_context(patched(functional, "rms_norm", partial(_rms_norm, recorder)))
         stack.enter_context(patched(adam, "_fused_adam", _adam(recorder, adam._fused_adam)))
         stack.enter_context(sharded_streams(recorder))
+        stack.enter_context(chosen_launches(recorder))
         stack.enter_context(replaced(sums.merged, lambda _: partial(_merge, recorder)))
         if fused_rope:
             stack.enter_context(replaced(rope.rotated, lambda _: _as_one(recorder, _rotate)))

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
-from typing import Any
+from math import ceil, prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,13 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel.layout.grid import Grid
+from megatron.context_parallel.sparse_attention.blocks_of_scores import count_of
 from megatron.formulas.strategy import Group
 from megatron.platform.simulated_cluster import UNKNOWN, Answer
-from megatron.simulator.cost.trace import Collective, HostCopy, Kernel, Phase, Trace, Transfer, Wait
+from megatron.simulator.cost.trace import Collective, Event, HostCopy, Kernel, Phase, Trace, Transfer, Wait
 from megatron.training.report.tensor_memory import TensorMeter
+
+T = TypeVar("T")
 
 # --- operations as kernels: FLOPs, and bytes that they read and write ---
 
@@ -256,6 +259,15 @@ class _Hop:
     sends: Transfer | None = None  # the transfer whose `excess` stands for receives that are in the trace
 
 
+def repeated(event: Event, times: float) -> Event:
+    """An event that happens ``times`` times; a fraction is part of the size of each."""
+    if not isinstance(event, Kernel | Transfer | HostCopy):
+        return event
+    whole = ceil(times)
+    sizes = {"bytes": event.bytes * times / whole, "count": event.count * whole}
+    return replace(event, **sizes, **({"flops": event.flops * times / whole} if isinstance(event, Kernel) else {}))
+
+
 class Recorder(TensorMeter):
     """A :class:`TensorMeter` that also records a trace while it is active.
 
@@ -390,6 +402,16 @@ class Recorder(TensorMeter):
             yield
         finally:
             self.quiet -= 1
+
+    def one_for_all(self, parts: Sequence[T], work: Callable[[T], int] = count_of) -> Iterator[T]:
+        """The part with the most work; the events recorded for it count for all parts."""
+        each = [work(part) for part in parts]
+        if not sum(each):
+            return
+        most, begin = max(each), len(self.trace.events)
+        yield parts[each.index(most)]
+        times = sum(each) / most
+        self.trace.events[begin:] = [repeated(event, times) for event in self.trace.events[begin:]]
 
     def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run ``function`` and record it as one kernel, without memory for its intermediate tensors."""

@@ -17,6 +17,7 @@ from megatron.context_parallel.attention.kernels.triton_kernels.triton_call impo
 from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.linear_attention import block_scan, mixer
 from megatron.context_parallel.positions import rope
+from megatron.context_parallel.sparse_attention import chosen_triton
 from megatron.platform.hooks import patched, replaced
 from megatron.platform.simulated_cluster import outside_fakes
 
@@ -82,6 +83,7 @@ def recorded(found: dict[Any, Wanted], capability: tuple[int, int]) -> Iterator[
     with ExitStack() as stack:
         stack.enter_context(patched(torch.cuda, "get_device_capability", lambda *_: capability))
         stack.enter_context(replaced(Launch.run, lambda _: launched))
+        stack.enter_context(replaced(chosen_triton.kernel_named, lambda _: chosen_triton.kernel_named.function))
         stack.enter_context(replaced(kernels.select, select))
         stack.enter_context(replaced(block_scan.launch, lambda _: block_scan.launch.function))
         stack.enter_context(replaced(mixer.chosen_kernel, lambda _: linear))

@@ -148,7 +148,8 @@ def for_megatron(config: Config, vocab_size: int, iteration: int, consumed_sampl
     The names are as in its megatron/training/checkpointing.py.
     """
     forward = forward_flops(model_shape(config.model, vocab_size), config.data.seq_length)
-    sample = 3 * (forward.gemm + forward.attention / 2)  # forward and backward, causal, without recompute
+    # forward and backward, causal, without recompute
+    sample = 3 * (forward.gemm + forward.attention / 2) + forward.choice / 2
     return {
         "args": args_of(config, vocab_size, iteration, consumed_samples, dist.get_world_size()),
         "checkpoint_version": 3.0,

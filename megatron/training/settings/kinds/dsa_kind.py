@@ -108,7 +108,8 @@ def _shape(model: Model) -> dict[str, Any]:
     sizes = {field.name: getattr(latent, field.name) for field in fields(latent)}
     sizes |= {"index_heads": model.dsa_indexer_n_heads, "index_dim": model.dsa_indexer_head_dim}
     learns = bool(model.dsa_indexer_loss_coeff)
-    return {"latent": SparseLatent(**sizes, chosen=model.dsa_indexer_topk, learns=learns)}
+    choosing = () if model.dsa_indexer_topk_freq == 1 else tuple(chooses(model))
+    return {"latent": SparseLatent(**sizes, chosen=model.dsa_indexer_topk, learns=learns, choosing=choosing)}
 
 
 def _options(config: Run) -> dict[str, Any]:
