@@ -189,3 +189,10 @@ def test_a_process_that_ends_without_an_error_is_explained() -> None:
     process = multiprocessing.get_context("fork").Process(target=end_by_signal)
     process.start()
     assert "too little memory" in _how(process)
+
+
+def test_many_experts_become_narrow() -> None:
+    config = parse("--model deepseek-v3.2 --seq-length 256 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data "
+                   "--vocab-size 99".split(), None, 1)  # fmt: skip
+    flags = " ".join(small_flags(config))
+    assert "--moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32" in flags and "--num-experts 256" in flags

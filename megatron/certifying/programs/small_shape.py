@@ -112,6 +112,9 @@ def _small(config: Config) -> dict[str, Any]:
         "run.train_iters": 4, "run.eval_iters": 0, "run.device": "cpu", "optimizer.lr_decay_style": "constant",
     }  # fmt: skip
     result["model.num_query_groups"] = small_groups if model.group_query_attention else 1  # 1 is the default
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):  # there may be 256 experts
+        if getattr(model, name):
+            result[f"model.{name}"] = min(getattr(model, name), 32)
     if attention.window_size:
         result["attention.window_size"] = tuple(
             n if n < 0 else min(max(round(n * share), 1 if n else 0), LENGTH) for n in attention.window_size
