@@ -4,6 +4,7 @@
 
     python benchmarks/sparse_counts.py                       # about ten minutes on one core
     python benchmarks/sparse_counts.py --lengths 131072 --queries 1024
+    python benchmarks/sparse_counts.py --memory              # one of the tables, in 20 seconds
 
 Shapes are those of DeepSeek V3.2: latents of 576 numbers, index keys of 128, 64 index heads, 2,048 keys a query.
 
@@ -14,7 +15,8 @@ Shapes are those of DeepSeek V3.2: latents of 576 numbers, index keys of 128, 64
 - bytes: received by a rank for one forward pass of a layer. Around the ring and gathered, each rank gets all latents of
   the others. Fetched, it gets the chosen ones for 4 bytes of request each.
 - work: multiply-adds of the indexer on the busiest rank, over the mean.
-- memory: of a layer's forward pass for one sample, on a rank; and what scores of all pairs in fp32 would take.
+- memory: of a training step of one layer, on a rank, by a dry run; and what scores of all pairs in fp32 would take.
+  megatron-core 0.19 without fused kernels makes these for each index head (dsa.py, _compute_index_scores).
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Spans, positions_of
-from megatron.context_parallel.sparse_attention.choice import KEYS, ROWS, choose_among
+from megatron.context_parallel.sparse_attention.choice import ROWS, choose_among
+from megatron.simulator.dry_run.dry_run import with_layers
+from megatron.simulator.dry_run.one_rank import run_rank
+from megatron.simulator.machines.machine_file import load
+from megatron.training.arguments.parser import parse
+from megatron.training.settings.models import LLAMA_DEFAULTS
 
 LATENT, INDEX, INDEX_HEADS, TOP = 576, 128, 64, 2048
 HEADS, DIM = 4, 32  # of the indexers that choose here
@@ -109,26 +116,46 @@ def tables(lengths: list[int], degrees: list[int], count: int) -> None:
             pairs = sum((stop - start) * (start + stop + 1) // 2 for start, stop in spans)
             work.append(pairs * INDEX_HEADS * INDEX)
         print(f"| {balance} | {max(work):.3g} | {max(work) / (sum(work) / ring):.3f} |")
-    ring = min(degrees)
-    print(f"\n| tokens, on {ring} ranks | keys and index keys, GiB | choice, GiB | a block of scores, GiB | together "
-          f"| in chunks of 64K, GiB | scores of all pairs, GiB |\n|{'---|' * 7}")  # fmt: skip
+    memory(lengths, min(degrees))
+
+
+def memory(lengths: list[int], ring: int) -> None:
+    print(f"\n| tokens, on {ring} ranks | model | largest tensor, GiB | in a step | FPDT | scores of all pairs "
+          f"| with heads |\n|{'---|' * 7}")  # fmt: skip
     for length in lengths:
-        local, block = length // ring, ROWS * INDEX_HEADS * KEYS * 4 + ROWS * (2 * TOP + 3 * KEYS) * 8
-        keys, chosen = length * (LATENT + INDEX) * 2, local * TOP * 4
-        # In chunks: index keys and places of all tokens; two chunks of keys of all ranks; a chunk's choice.
-        chunk = 64 * K
-        chunked = length * (INDEX * 2 + 4) + 2 * chunk * LATENT * 2 + chunk // ring * TOP * 4 + block
-        print(f"| {length // K}K | {gibi(keys)} | {gibi(chosen)} | {gibi(block)} | {gibi(keys + chosen + block)} "
-              f"| {gibi(chunked)} | {gibi(local * length * 4)} |")  # fmt: skip
+        for model, heads in (("deepseek-v3.2", 64), ("glm-5", 32)):
+            largest, peak = layer(model, length, ring)
+            _, chunked = layer(model, length, ring, f" --fpdt --fpdt-chunk-size {64 * K}")
+            pairs = length // ring * length * 4
+            print(f"| {length // K}K | {model} | {gibi(largest)} | {gibi(peak)} | {gibi(chunked)} | {gibi(pairs)} "
+                  f"| {gibi(pairs * heads)} |", flush=True)  # fmt: skip
+
+
+def layer(model: str, length: int, ring: int, more: str = "") -> tuple[int, int]:
+    """(bytes of the largest tensor, peak of activations and temporary tensors) of a layer whose FFN is an expert's."""
+    words = (
+        f"--model {model} --num-layers 2 --moe-layer-freq [0,1] --ffn-hidden-size 2048 --seq-length {length} --bf16 "
+        "--vocab-size 1023 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --mock-data "
+        f"--ring-parallel-size {ring} --zero-stage 3{more}"
+    )
+    config = with_layers(parse(words.split(), LLAMA_DEFAULTS, ring), 1)
+    config.model.num_experts = None  # this layer has none
+    step = run_rank(config, ring, 0, 1024, machine=load("H100-80G"))
+    largest = max(change for _, change in step.allocations.changes)
+    return largest, max(kinds["activations"] + kinds["temporary"] for kinds in step.peaks.values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128 * K, 512 * K, 1024 * K])
     parser.add_argument("--degrees", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--memory", action="store_true", help="only the table of memory")
     parser.add_argument("--queries", type=int, default=2048, help="of the rank, that choose")
     args = parser.parse_args()
-    tables(args.lengths, args.degrees, args.queries)
+    if args.memory:
+        memory(args.lengths, min(args.degrees))
+    else:
+        tables(args.lengths, args.degrees, args.queries)
 
 
 if __name__ == "__main__":
