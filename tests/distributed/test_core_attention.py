@@ -571,8 +571,8 @@ def test_a_chunk_of_fpdt_has_its_share_of_the_spans_of_the_ffn(monkeypatch, ffn_
     layer = SimpleNamespace(
         chunks=SimpleNamespace(attention=settings, ffn_chunks=ffn_chunks, offload=None, streamed=False),
         self_attention=SimpleNamespace(core_attention=core), _hidden_dropout=nothing, is_moe_layer=False, has_ffn=True,
-        has_state=False, recompute=True, training=training, _ffn=nothing, _output=nothing, _project=nothing,
-        parameters=lambda: iter([torch.ones(1)]),
+        has_state=False, chooses=False, recompute=True, training=training,
+        _ffn=nothing, _output=nothing, _project=nothing, parameters=lambda: iter([torch.ones(1)]),
     )  # fmt: skip
     transformer_layer.ChunkedTransformerLayer._chunked(layer, torch.ones(1), Samples((7,)))
     assert made[0]["ffn_pieces"] == pieces and made[0]["recompute"] is training

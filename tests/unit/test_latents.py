@@ -106,6 +106,14 @@ def test_sparsity_that_is_refused(flags: str, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_note_says_that_ulysses_ranks_have_unequal_work() -> None:
+    def notes(flags: str) -> str:
+        return " ".join(read(f"{MLA} {INDEXER} {flags}", 4).notes)
+
+    assert "up to 1.75 times the mean work" in notes("--ulysses-parallel-size 2 --ring-parallel-size 2")
+    assert "times the mean" not in notes("--ring-parallel-size 4")
+
+
 def test_without_latents() -> None:
     with pytest.raises(Refusal, match="--rope-type yarn is read with --multi-latent-attention"):
         read("--rope-type yarn")

@@ -97,6 +97,17 @@ def _prepare(config: Run) -> None:
         raise Refusal(f"--dsa-warm-up with {other}", "is not supported: it trains indexers on all keys", LEAVE_OUT)
 
 
+def _note_balance(config: Run, _: int) -> None:
+    """Say when ranks have unequal work: layouts balance Ring ranks, and Ulysses ranks divide the queries of one."""
+    parallel = config.parallel
+    ranks = parallel.ulysses_parallel_size * parallel.ring_parallel_size
+    if DSA.chosen(vars(config.model)) and not config.model.dsa_warm_up and parallel.ulysses_parallel_size > 1:
+        config.notes.append(
+            f"{FLAG} is not balanced over --ulysses-parallel-size {parallel.ulysses_parallel_size}: the busiest rank "
+            f"has up to {2 - 1 / ranks:.2f} times the mean work; --ring-parallel-size {ranks} alone is even"
+        )
+
+
 def chooses(model: Model) -> list[bool]:
     """For each layer, whether it chooses keys and does not use the choice of a layer before it."""
     shared = model.dsa_indexer_topk_freq, model.dsa_indexer_skip_topk_offset
@@ -129,6 +140,7 @@ KIND = Kind(
     DSA,
     _shape,
     prepare=_prepare,
+    check=_note_balance,
     mixer="sparse_attention:sparse_latent_attention",
     layers=lambda model: [1] * model.num_layers,
     options=_options,

@@ -125,6 +125,8 @@ def _note_ring(config: Run, _: int) -> None:
     model, parallel = config.model, config.parallel
     if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1) or config.chunks.fpdt:
         return
+    if model.experimental_attention_variant == "dsa":  # its keys are latents
+        return
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.ulysses_parallel_size
     sent, latent = heads * (model.kv_channels + model.v_head_dim), model.kv_lora_rank + model.qk_pos_emb_head_dim
     if latent < sent and parallel.latent_exchange == "keys":
