@@ -35,12 +35,12 @@ from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner import explain
-from megatron.simulator.planner.confirm import confirm
+from megatron.simulator.planner.confirm import confirm, safer
 from megatron.simulator.planner.limits import run_words
 from megatron.simulator.planner.plan_report import Report, training_flags
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.simulator.planner.request import Request, big_number, refuse_unplannable, share_of_memory, tokens
-from megatron.simulator.planner.run_cost import Run, Terms, read_prices, run_of
+from megatron.simulator.planner.run_cost import Terms, read_prices, run_of
 from megatron.simulator.planner.search import SearchResult, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.system.whole_file import replace_file
@@ -67,6 +67,7 @@ PLANNED = """--tensor-model-parallel-size --sequence-parallel --pipeline-model-p
 --step-batch-size-schedule --deepspeed_config --deepspeed-config --deepspeed-activation-checkpointing""".split()
 PLANNED += " ".join(SAME_CHOICE).split()
 OWN_NODES = re.compile("node.?rank|rdzv|master|hostfile|srun|deepspeed")  # a launcher that knows its nodes
+RESUME = "Start from the checkpoint of the short run"
 ROPE = ("yarn", "base", "keep")
 LENGTHS = re.compile("-(samples|iters|tokens)$")
 PROGRAMS = ("pretrain_gpt.py", "pretrain_llama.py")
@@ -178,17 +179,24 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
     config = acceptable_config(job, with_plan(words, here))
     report, results = planned(job, with_plan(words, here), problem_of(config, target), 1.25 if args.html else 1.0)
     plan, problem = report.plans[0], report.problem
-    run, about = cost(plan, problem, config, args)
-    report = replace(report, run=run)
+    about = terms_of(problem, config, args)
+    report = replace(report, run=run_of(plan, problem, about) if about else None)
     describe(report, positions, bool(old.model.attention_dropout or old.model.hidden_dropout), console)
-    if not args.no_dry_run:
-        console.print(confirm(report, plan, args.gpu).table())
-    if run:
-        console.print(f"The run: {run_words(run, about)}{source_of(about, args.prices)}")
+    done = None if args.no_dry_run else replace(confirm(report, plan, args.gpu), setting=allocator_of(script))
+    if done:
+        console.print(done.table())
+        if warning := safer(done, problem):
+            console.print(warning)
+    lasts = ""
+    if about:
+        run = run_of(plan, problem, about, done.seconds if done else 0.0)
+        lasts = run_words(run, about)
+        by = f", at the dry run's {duration(run.step)} a step" if done else ""
+        console.print(f"The run{by}: {lasts}{source_of(about, args.prices)}")
 
     wanted = [*unknown, *options(with_plan(words, training_flags(problem.workload, plan.strategy)))]
     text, by_hand = rewritten(job, wanted, target)
-    show_changes(job, text, by_hand, console)
+    show_changes(job, text, [*by_hand, *checkpoints(options(job.launch.flags), positions)], console)
     if args.output:
         replace_file(args.output, text)
         args.output.chmod(script.stat().st_mode)
@@ -198,7 +206,7 @@ def move(script: Path, args: argparse.Namespace, folder: Path, console: Console)
         theirs = [*words, "--data-path", "DATA"] if unknown else words
         report = replace(report, words=tuple(theirs))  # without what stands in for the tokenizer and the data here
         others = explain.alternatives(plan, problem, results.known)
-        replace_file(args.html, page(report, results, others, run_words(run, about) if run else ""))
+        replace_file(args.html, page(report, results, others, lasts, done))
     return 0
 
 
@@ -345,7 +353,7 @@ def positions_at(config: Config, before: int, length: int, rope: str) -> tuple[C
     if length <= trained or rope == "keep":
         why = "--rope keep" if rope == "keep" else f"they reach {explain.count(trained)} tokens"
         return changes, f"Rotary positions stay as they are ({why})."
-    resume = "Start from the checkpoint of the short run with --load DIR --finetune and a new --save."
+    resume = f"{RESUME} with --load DIR --finetune and a new --save."
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     base = round(model.rotary_base * factor ** (head / (head - 2)))
     if kind == "yarn":
@@ -386,17 +394,21 @@ def batches(config: Config, target: Target) -> Changes:
     return changes
 
 
-def cost(plan: Plan, problem: Problem, config: Config, args: argparse.Namespace) -> tuple[Run | None, Terms | None]:
-    """(The complete run with a plan, its terms); (None, None) if its number of tokens is not known."""
+def terms_of(problem: Problem, config: Config, args: argparse.Namespace) -> Terms | None:
+    """Size and prices of the complete run; None if its number of tokens is not known."""
     a_step = config.data.seq_length * config.data.global_batch_size
     run = config.run
     count = (run.train_iters or 0) * a_step or (run.train_samples or 0) * config.data.seq_length
     count = big_number(args.train_tokens, "--train-tokens") if args.train_tokens else count
     if not count:
-        return None, None
+        return None
     prices = read_prices(args.prices)
-    about = Terms(count, prices if problem.machine.name in prices.gpu_hour else None)
-    return run_of(plan, problem, about), about
+    return Terms(count, prices if problem.machine.name in prices.gpu_hour else None)
+
+
+def allocator_of(script: Path) -> str:
+    """The allocator's setting of the moved script."""
+    return "expandable_segments" if "expandable_segments:True" in with_allocator(script.read_text()) else "default"
 
 
 def source_of(about: Terms, file: Path) -> str:
@@ -477,6 +489,19 @@ def launched(job: Job, text: str, name: str) -> Launch | None:
     file.write_text(text)
     launches, _ = training_commands(file, job.arguments, folder, job.trusted)
     return launches[0][0] if launches else None
+
+
+def checkpoints(given: list[list[str]], positions: str) -> list[str]:
+    """What to do about the script's folders of checkpoints, which are the short run's, if positions change."""
+    folders = {flag: " ".join(values) for flag, *values in given if flag in ("--save", "--load")}
+    if not folders or RESUME not in positions:
+        return []
+    old = folders.get("--load") or folders["--save"]
+    return [
+        f"{' '.join(f'{flag} {folder}' for flag, folder in folders.items())}: these are the short run's. Start with "
+        f"--load {old} --finetune and a new --save; when that has a checkpoint, go on with it as --load, without "
+        "--finetune"
+    ]
 
 
 def not_found(wrong: set[str], new: dict[str, list[str]]) -> list[str]:

@@ -30,14 +30,16 @@ from rich.console import Console
 
 from megatron.simulator.cost.jitter import Jitter, step_spread
 from megatron.simulator.cost.jitter import describe as spread_words
+from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.machines.machine_file import load
+from megatron.simulator.planner import confirm as plan_confirm
 from megatron.simulator.planner import explain
 from megatron.simulator.planner import limits as plan_limits
 from megatron.simulator.planner.limits import Offer, best_of, offers, offers_table, run_words
 from megatron.simulator.planner.plan_report import Report
 from megatron.simulator.planner.plans import Problem
 from megatron.simulator.planner.request import Request, tokens
-from megatron.simulator.planner.run_cost import Terms
+from megatron.simulator.planner.run_cost import Terms, run_of
 from megatron.simulator.planner.search import NEAR, all_strategies, search
 from megatron.simulator.planner.search_space import Limits
 from megatron.system.whole_file import replace_file
@@ -127,26 +129,32 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
         from megatron.simulator.planner import plan_report  # imports matplotlib
 
         plan_report.draw(results, problem, args.output, ranking.name())
-    if args.html:
-        from megatron.simulator.planner.page import page
+    lasts, done = run_words(offer.run, about) if offer.run else "", None
+    try:
+        if args.confirm:
+            gpu = next(name for name in args.gpu if load(name).name == problem.machine.name)
+            done = confirm(ranking, gpu, console)
+            if offer.run:
+                lasts = run_words(run_of(done.plan, problem, about, done.seconds), about)
+                console.print(f"\nAt the dry run's {duration(done.seconds)} a step: {lasts}")
+    finally:
+        if args.html:
+            from megatron.simulator.planner.page import page
 
-        write(args.html, page(ranking, results, others, run_words(offer.run, about) if offer.run else ""), "--html")
-    if args.confirm:
-        gpu = next(name for name in args.gpu if load(name).name == problem.machine.name)
-        confirm(ranking, gpu, console)
+            write(args.html, page(ranking, results, others, lasts, done), "--html")
 
 
-def confirm(ranking: Report, gpu: str, console: Console) -> None:
+def confirm(ranking: Report, gpu: str, console: Console) -> plan_confirm.Confirmation:
     """Make a dry run of the best plan; if it does not fit after all, of plans that take less memory."""
-    from megatron.simulator.planner import confirm as plan_confirm
-
     problem, plan = ranking.problem, ranking.plans[0]
     for _ in range(TRIES):
         done = plan_confirm.confirm(ranking, plan, gpu)
         console.print()
         console.print(done.table())
         if done.fits:
-            return
+            if warning := plan_confirm.safer(done, ranking.problem):
+                console.print(warning, soft_wrap=True)
+            return done
         problem = done.narrowed(problem)
         results = search(problem, top=1)
         if not results.plans or results.plans[0].strategy == plan.strategy:

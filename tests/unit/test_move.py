@@ -103,6 +103,14 @@ def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureF
     assert check_script.main(["moved.sbatch"]) == 0 and "(8 processes)" in capsys.readouterr().out
 
 
+def test_the_short_runs_folders_are_left_to_the_user():
+    _, positions = move.positions_at(parse("--model llama3-8b --seq-length 8192".split()), 8192, 32768, "yarn")
+    said = move.checkpoints([["--save", "new"], ["--load", "old"], ["--lr", "1"]], positions)
+    assert len(said) == 1 and said[0].startswith("--save new --load old: these are the short run's.")
+    assert "--load out --finetune and a new --save" in move.checkpoints([["--save", "out"]], positions)[0]
+    assert not move.checkpoints([["--save", "out"]], "Rotary positions stay as they are")
+
+
 def test_a_missing_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / "reads.sh").write_text("set -e\nB=$(cat $DATA/blend.txt)\ntorchrun pretrain_gpt.py --num-layers 2 $B")
     code, text = moved("reads.sh", capsys)

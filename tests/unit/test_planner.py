@@ -671,6 +671,30 @@ def test_another_plan_is_tried_if_the_dry_run_does_not_fit(
     assert peaks[1] < load("A800-80G").usable_memory / 2**30 - (100 - peaks[0])
 
 
+def test_what_the_dry_run_leaves_and_how_long_it_takes_is_what_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Its plan leaves 1 GiB with expandable segments, which the command sets, and 2 GiB without."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        full = load("A800-80G").memory
+        rank = {"device_peak_bytes": 2**30, "host_peak_bytes": 0}
+        rank["needed_bytes"] = {"default": full - 2 * 2**30, "expandable_segments": full - 2**30}
+        result = {"ranks": [rank], "predicted_ms": 3.6e6, "mfu": 0.5, "fits": True}
+        Path(command[command.index("--dry-run-json") + 1]).write_text(json.dumps(result))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(plan_confirm.subprocess, "run", run)
+    steps = str(10 * 120 * 1024)
+    text = message(capsys, *PAPER, "--confirm", "--top", "1", "--train-tokens", steps, "--html", str(tmp_path / "p"))
+    assert re.search(r"left, default allocator +│ +│ +2.0 GiB", text)
+    assert re.search(r"left, expandable segments │ +[\d.]+ GiB │ +1.0 GiB", text)
+    assert "Little memory is left in the dry run: 1.0 GiB, less than" in text and "\nSafer" not in text
+    assert re.search(r"Safer: .*: --\w", text) and "At the dry run's 3600 s a step: 10 steps" in text
+    page = (tmp_path / "p").read_text()
+    assert "took 3600 s and 1.0 GiB, 1.0 GiB left; the whole run" in page and "take 10.0 hours" in page
+
+
 def test_a_dry_run_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(command, 2, "", "note\nerror: --this is wrong")

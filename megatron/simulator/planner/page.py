@@ -28,13 +28,16 @@ from megatron.simulator.cost.step_operations import (
     states,
     sum_shared_gradients,
 )
+from megatron.simulator.dry_run.replay import duration
 from megatron.simulator.machines.machine import Machine
+from megatron.simulator.planner.confirm import Confirmation
 from megatron.simulator.planner.explain import (
     GIB,
     KINDS,
     PARTS,
     count,
     failing,
+    gib,
     grid_words,
     saving_words,
     winning,
@@ -127,14 +130,17 @@ TIMELINES = 25  # plans whose layer is drawn
 DIGITS = 5
 
 
-def page(report: Report, result: SearchResult, others: list[str], run: str = "") -> str:
+def page(
+    report: Report, result: SearchResult, others: list[str], run: str = "", dry: Confirmation | None = None
+) -> str:
     """The HTML page.
 
     Args:
         report: the ranked plans.
         result: all plans that were priced.
         others: sentences about why other plans lose.
-        run: a sentence about the complete run of the first plan: days, GPU-hours, cost.
+        run: a sentence about the complete run: days, GPU-hours, cost.
+        dry: the dry run of a plan.
     """
     problem, winner = report.problem, report.plans[0]
     known: dict[Strategy, Plan] = {}
@@ -150,6 +156,7 @@ def page(report: Report, result: SearchResult, others: list[str], run: str = "")
         "why": winning(winner, problem),
         "others": others,
         "run": run,
+        "dry": dry_words(dry) if dry else "",
         "parts": PARTS,
         "kinds": KINDS,
         "plans": [row(plan, problem) for plan in plans],
@@ -159,6 +166,15 @@ def page(report: Report, result: SearchResult, others: list[str], run: str = "")
     }
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no name is read as HTML
     return _sealed(TEMPLATE.read_text(encoding="utf-8")).replace("{{DATA}}", text)
+
+
+def dry_words(done: Confirmation) -> str:
+    """A sentence about a plan's dry run."""
+    left = "" if done.left is None else f", {gib(done.left)} left" if done.left >= 0 else f", {gib(-done.left)} missing"
+    return (
+        f"A dry run of {words(done.plan.strategy)}, a simulated step of the real program, took "
+        f"{duration(done.seconds)} and {gib(done.device)}{left}; the whole run counts with this time."
+    )
 
 
 def _sealed(template: str) -> str:

@@ -137,6 +137,7 @@ class Run:
 
     plan: Plan
     problem: Problem
+    step: float  # seconds
     steps: int
     seconds: float  # of the complete run, including failures
     interrupted: Interrupted | None
@@ -146,21 +147,26 @@ class Run:
     @property
     def save_interval(self) -> int:
         """Steps between two saves; 0 without failure rates."""
-        return max(1, round(self.interrupted.interval / self.plan.seconds)) if self.interrupted else 0
+        return max(1, round(self.interrupted.interval / self.step)) if self.interrupted else 0
 
 
-def run_of(plan: Plan, problem: Problem, terms: Terms) -> Run:
-    """The complete run of a plan. Raises Refusal if there is no price for the GPU, or the run fails too often."""
+def run_of(plan: Plan, problem: Problem, terms: Terms, step: float = 0.0) -> Run:
+    """The complete run of a plan, by default with its time of a step.
+
+    Raises:
+        Refusal: there is no price for the GPU, or the run fails too often.
+    """
+    step = step or plan.seconds
     workload, gpus = problem.workload, problem.gpus
     steps = math.ceil(terms.tokens / (workload.seq_length * workload.global_batch))
-    seconds, failures = steps * plan.seconds, None
+    seconds, failures = steps * step, None
     if terms.rates:
         nodes = -(-gpus // problem.gpus_per_node)
         failures = interrupted(seconds, gpus, nodes, workload.shape, terms.rates)
         seconds = failures.seconds
     hours = gpus * seconds / 3600
     price = terms.prices.of(problem.machine.name) if terms.prices else 1.0
-    return Run(plan, problem, steps, seconds, failures, hours, hours * price)
+    return Run(plan, problem, step, steps, seconds, failures, hours, hours * price)
 
 
 def chosen(runs: Sequence[Run], terms: Terms) -> Run:
