@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import Accumulator
@@ -25,6 +24,7 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
 from megatron.context_parallel.layout.tiles import Tiles, tiles
+from megatron.platform.collectives import all_gather
 
 BLOCK = 16
 """Decoded tokens of a block. Ring ranks keep blocks in turn, so that there are few spans, and caches of equal size."""
@@ -214,7 +214,7 @@ def merged_over_ranks(q: Tensor, out: Tensor, lse: Tensor, grid: Grid, sinks: Te
     parts = part
     if context > 1:
         parts = part.new_empty((context, *part.shape[1:]))
-        dist.all_gather_into_tensor(parts, part.contiguous(), group=grid.context.group)
+        all_gather(parts, part.contiguous(), group=grid.context.group)
     total = Accumulator(q, out.size(3))
     by_ring = parts.view(grid.ring.size, grid.ulysses.size, *part.shape[1:])  # Ulysses is innermost
     for ring in by_ring.transpose(1, 2).flatten(2, 3):

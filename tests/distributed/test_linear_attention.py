@@ -21,6 +21,7 @@ from megatron.context_parallel.linear_attention.short_convolution import short_c
 from megatron.context_parallel.linear_attention.span_exchange import span_order
 from megatron.context_parallel.linear_attention.span_maps import segments
 from megatron.decisions.state_exchange import gather_bytes, heads_bytes, relay_bytes
+from megatron.platform import collectives
 from tests.errors import worst
 from tests.fla_stand_in import fla_stand_in
 from tests.pairs import also_in_full, by_pairs
@@ -188,9 +189,9 @@ def count_bytes(ulysses, ring, exchange, rule, length):
         sent[-1] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
         return batch(operations)
 
-    all_gather, batch = dist.all_gather_into_tensor, dist.batch_isend_irecv
+    all_gather, batch = getattr(dist, collectives.ALL_GATHER), dist.batch_isend_irecv
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_into_tensor", gather)
+        patch.setattr(dist, collectives.ALL_GATHER, gather)
         patch.setattr(dist, "batch_isend_irecv", messages)
         sent.append(0)
         out = linear_attention(*inputs, rule=rule, layout=layout, exchange=exchange)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.platform import collectives
 from megatron.simulator.dry_run.allocation.reserved import runtime_memory
 from megatron.simulator.machines import measure_device
 from megatron.simulator.machines.machine import KINDS, Calibration, Link, Machine, Rate
@@ -168,7 +169,7 @@ class Gpu:
         monkeypatch.setattr(torch, "mm", self.product)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 4)
         monkeypatch.setattr(torch.distributed, "all_reduce", self.reduce)
-        monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda *_, group: None)
+        monkeypatch.setattr(torch.distributed, collectives.ALL_GATHER, lambda *_, group: None)
 
     @property
     def reserved(self) -> int:

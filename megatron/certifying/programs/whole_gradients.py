@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT
 from megatron.context_parallel.layout.grid import Axis
+from megatron.platform.collectives import all_gather
 from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
 from megatron.training.job import Job
 from megatron.training.model.weights import VOCABULARY, canonical_parameters, in_sections, sections
@@ -69,7 +70,7 @@ def gather_gradient_shards(chunk: Any) -> None:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+            all_gather(bucket.grad_data, shard, group=group)
 
 
 def gather_over_tensor_parallel(grad: Tensor, dim: int, shares: Sequence[int], axis: Any) -> Tensor:

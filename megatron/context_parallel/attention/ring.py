@@ -21,6 +21,7 @@ from megatron.context_parallel.attention.ring_plan import AttentionPlan, Hop, Me
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Spans, count, place
 from megatron.decisions.key_exchange import KEY_EXCHANGES, PASSED_ON
+from megatron.platform.collectives import all_gather, reduce_scatter
 
 
 @dataclass
@@ -225,12 +226,12 @@ class GatherSource:
         """The only block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
         kv = packed(k, v)
         gathered = kv.new_empty((self.axis.size * k.size(0), *kv.shape[1:]))
-        dist.all_gather_into_tensor(gathered, kv, group=self.axis.group)
+        all_gather(gathered, kv, group=self.axis.group)
         keys = unpacked(gathered, k.size(3))
         grads = None if own is None else KeyGradients(*keys)
         yield KeyBlock(*keys, self.hops[0], gathered, grads)
         if own is not None:
             total = grads.packed()
             mine = total.new_empty((k.size(0), *total.shape[1:]))
-            dist.reduce_scatter_tensor(mine, total, group=self.axis.group)
+            reduce_scatter(mine, total, group=self.axis.group)
             own.add((0, k.size(0)), *unpacked(mine, k.size(3)))

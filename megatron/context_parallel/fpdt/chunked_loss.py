@@ -31,6 +31,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
+from megatron.platform.collectives import all_gather, reduce_scatter
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import runs_triton
 
@@ -477,7 +478,7 @@ def all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
 def gather(part: Tensor, tensor: Axis) -> Tensor:
     """All-gather of [n, b, h] over TP along the first dimension."""
     gathered = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
-    dist.all_gather_into_tensor(gathered, part.contiguous(), group=tensor.group)
+    all_gather(gathered, part.contiguous(), group=tensor.group)
     return gathered
 
 
@@ -490,5 +491,5 @@ def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
         dist.all_reduce(grad, group=tensor.group)
         return grad
     mine = grad.new_empty((grad.size(0) // tensor.size, *grad.shape[1:]))
-    dist.reduce_scatter_tensor(mine, grad, group=tensor.group)
+    reduce_scatter(mine, grad, group=tensor.group)
     return mine

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.layout.documents import balance_documents
@@ -21,6 +20,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, positions, posit
 from megatron.context_parallel.layout.tree import segment_ends
 from megatron.decisions.division import length_unit
 from megatron.platform.autograd import once_differentiable, refuse_transforms
+from megatron.platform.collectives import all_gather, reduce_scatter
 
 Balance = Literal["zigzag", "contiguous", "documents"]
 KEPT = 64  # layouts of batches of documents that a layout remembers
@@ -246,7 +246,7 @@ class SequenceLayout:
         mine = parts
         if self.grid.context.size > 1:
             mine = parts.new_empty((self.local_length, *parts.shape[1:]))
-            dist.reduce_scatter_tensor(mine, parts, group=self.grid.context.group)
+            reduce_scatter(mine, parts, group=self.grid.context.group)
         return mine.movedim(0, dim)
 
 
@@ -260,7 +260,7 @@ class _Gather(torch.autograd.Function):
         if layout.grid.context.size == 1:
             parts = x
         else:
-            dist.all_gather_into_tensor(parts, x, group=layout.grid.context.group)
+            all_gather(parts, x, group=layout.grid.context.group)
         complete = torch.empty_like(parts)
         complete[order] = parts
         return complete.movedim(0, dim)

@@ -26,6 +26,7 @@ from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.span_maps import apply_map, apply_map_grad
 from megatron.decisions.state_exchange import SpanCounts
 from megatron.platform.autograd import without_autocast
+from megatron.platform.collectives import all_gather
 
 Ends = tuple[tuple[int, ...], ...]
 """One past the last token of each document, or a tree: one for all samples, or one for each; () for one document."""
@@ -221,7 +222,7 @@ def _gathered(
     for slot, place in enumerate(by_rank[axis.rank]):
         mine[slot] = maps[place.index]
     every = mine.new_empty((axis.size * slots, *mine.shape[1:]))
-    dist.all_gather_into_tensor(every, mine, group=axis.group)
+    all_gather(every, mine, group=axis.group)
     return {place: every[r * slots + slot] for r, places in enumerate(by_rank) for slot, place in enumerate(places)}
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
@@ -30,6 +29,7 @@ from megatron.context_parallel.sparse_attention.blocks_of_scores import (
 )
 from megatron.decisions.division import SCORED_TOGETHER
 from megatron.platform.autograd import without_autocast
+from megatron.platform.collectives import all_gather
 
 NOTHING = -(2**63)
 LAST = 2**32 - 1
@@ -136,7 +136,7 @@ def _choose_together(
     mine = part.new_full((each, *part.shape[1:]), -1)
     mine[: len(part)] = part
     every = mine.new_empty((each * group.size(), *part.shape[1:]))
-    dist.all_gather_into_tensor(every, mine, group=group)
+    all_gather(every, mine, group=group)
     return every[: len(q)]
 
 

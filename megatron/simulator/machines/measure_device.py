@@ -21,6 +21,7 @@ from megatron.context_parallel.attention.rule import TileKernel
 from megatron.context_parallel.layout.grid import abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
+from megatron.platform.collectives import all_gather
 
 HEAD_DIM = 128
 HEAD_SIZES = (32, 64, 128, 256)
@@ -172,5 +173,5 @@ def communicator(group: dist.ProcessGroup, device: torch.device) -> int:
     one = whole[:1].clone()  # loads the kernels of ones and clone before memory is read
     before = memory_outside_allocator(device)
     dist.all_reduce(one, group=group)
-    dist.all_gather_into_tensor(whole, one, group=group)
+    all_gather(whole, one, group=group)
     return max(0, memory_outside_allocator(device) - before)

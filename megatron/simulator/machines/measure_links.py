@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from megatron.context_parallel.attention.ulysses import all_to_all
+from megatron.platform.collectives import all_gather, reduce_scatter
 from megatron.simulator.machines.machine import KINDS
 from megatron.simulator.machines.measure_device import Effort, communicator, host_copy, settle
 from megatron.system.processes import end_with_parent
@@ -61,9 +62,9 @@ def transfer(kind: str, size: int, group: dist.ProcessGroup, device: torch.devic
     mine, whole = (torch.zeros(n, dtype=torch.float32, device=device) for n in (part, part * ranks))
     sent = 4.0 * part * (ranks - 1)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, mine, group=group), sent
+        return lambda: all_gather(whole, mine, group=group), sent
     if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(mine, whole, group=group), sent
+        return lambda: reduce_scatter(mine, whole, group=group), sent
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group), 2 * sent
     if kind == "all_to_all":

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
@@ -38,6 +37,7 @@ from megatron.context_parallel.sparse_attention.chosen_attention import (
 )
 from megatron.context_parallel.sparse_attention.chosen_math import ENTRIES, Choice, Form
 from megatron.context_parallel.sparse_attention.index_loss import Indexer, index_loss, index_loss_grads
+from megatron.platform.collectives import all_gather, reduce_scatter
 from megatron.platform.streams import to_device
 
 
@@ -140,7 +140,7 @@ class _Pass:
         if axis.size == 1:
             return x.contiguous()
         result = x.new_empty((len(x) * axis.size, *x.shape[1:]))
-        dist.all_gather_into_tensor(result, x.contiguous(), group=axis.group)
+        all_gather(result, x.contiguous(), group=axis.group)
         return result
 
     def _own_sum(self, x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class _Pass:
         if axis.size == 1:
             return x
         result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
-        dist.reduce_scatter_tensor(result, x.contiguous(), group=axis.group)
+        reduce_scatter(result, x.contiguous(), group=axis.group)
         return result
 
     def _pieces(self, chosen: Tensor, keys: Sequence[int]) -> list[Choice]:

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of torch.distributed, which renamed two of them in 2.13."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+RENAMED = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if RENAMED else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if RENAMED else "reduce_scatter_tensor"
+
+
+def all_gather(output: Tensor, x: Tensor, **options: Any) -> dist.Work | None:
+    """``x`` of every rank, one after the other, into ``output``; ``options`` as of torch.distributed."""
+    return getattr(dist, ALL_GATHER)(output, x, **options)
+
+
+def reduce_scatter(output: Tensor, x: Tensor, **options: Any) -> dist.Work | None:
+    """This rank's part of the sum of ``x`` over ranks into ``output``; ``options`` as of torch.distributed."""
+    return getattr(dist, REDUCE_SCATTER)(output, x, **options)
