@@ -39,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chat = "prompts are what a user says, rendered by the chat template; without prompts, read them line by line"
     parser.add_argument("--chat", action="store_true", help=chat)
+    tools = "tools of the conversations of --chat: a JSON list of functions, as in a row of --prompts"
+    parser.add_argument("--tools", type=Path, metavar="FILE", help=tools)
     longest = "maximum length of an answer (default: %(default)s)"
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help=longest)
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token (the default)")
@@ -67,7 +69,7 @@ def order_of(args: argparse.Namespace) -> Any:
         raise Refusal(f"--top-k {args.top_k} must be at least 1; without it, all tokens can be sampled")
     if not 0 < drawn.get("top_p", 1.0) <= 1:
         raise Refusal(f"--top-p {args.top_p:g} must be above 0 and at most 1")
-    same = ("load", "prompt", "prompts", "max_new_tokens", "ckpt_step", "dtype", "output", "chat")
+    same = ("load", "prompt", "prompts", "max_new_tokens", "ckpt_step", "dtype", "output", "chat", "tools")
     return Order(**{name: getattr(args, name) for name in same}, sampling=Sampling(greedy=not drawn, **drawn))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from megatron.training.data.chat_dataset import BYTES_RENDERED, MEMORY, SECONDS
 from megatron.training.data.chat_template import LONGEST, Chat, ChatTemplate, Message, checked_chats
 from megatron.training.data.row_files import messages_of
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.refusal import Refusal
+from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.refusal import Refusal, one_line, reason
 from megatron.training.settings.config import Config
 
 CLEAR = "/clear"
@@ -33,9 +35,20 @@ def chat_of(row: dict[str, Any], where: str) -> Chat:
     return chats[0]
 
 
-def said(text: str, where: str) -> Chat:
+def said(text: str, where: str, tools: list[Any] | None = None) -> Chat:
     """A conversation in which the user has said ``text``."""
-    return chat_of({"messages": [{"role": "user", "content": text}]}, where)
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+    return chat_of(row if tools is None else row | {"tools": tools}, where)
+
+
+def read_tools(file: Path) -> list[Any] | None:
+    """The tools in a file. Raises Refusal if they cannot be read."""
+    where = f"--tools {file}"
+    try:
+        tools = parse_json(read_bytes(file))
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{where}: {reason(error) if isinstance(error, OSError) else one_line(error, 100)}") from None
+    return said("a", where, tools).tools
 
 
 class Template:
@@ -123,6 +136,7 @@ class Conversation:
     tokenizer: Tokenizer
     request: Request
     lines: Callable[[], str]  # the next line; "" at the end
+    tools: list[Any] | None = None
 
 
 def line_of(first: bool) -> Callable[[], str]:
@@ -167,7 +181,7 @@ def _next_prompt(chat: Conversation, messages: list[Message]) -> tuple[int, ...]
         elif line.strip():
             messages.append({"role": "user", "content": line.rstrip("\n")})
             try:
-                (tokens,) = chat.template.prompts([Chat("the conversation", messages)])
+                (tokens,) = chat.template.prompts([Chat("the conversation", messages, chat.tools)])
                 check_length(chat.config, len(tokens), chat.request.max_new_tokens, "the conversation")
                 return tokens
             except Refusal as refusal:

@@ -24,6 +24,7 @@ from megatron.training.setup import Runtime
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern",
              "tiktoken_num_special_tokens")  # fmt: skip
+PACKING = ("reset_attention_mask", "reset_position_ids")  # a prompt is one document
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -214,5 +215,5 @@ def load_decoder(config: Config, runtime: Runtime, vocab_size: int) -> Decoder:
     last = refuse_together(lambda: checkpoint.find(config.checkpoint, config.notes))
     path = choose_whole(last, config.checkpoint, config.notes)
     chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device)
-    checkpoint.load(path, chunks, None, None, config)
+    checkpoint.load(path, chunks, None, None, config, unread=PACKING)
     return Decoder(chunks[0], runtime.grid, runtime.layout.balance)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.inference.chat import Conversation, Stream, Template, chat_of, converse, line_of, said
+from megatron.inference.chat import Conversation, Stream, Template, chat_of, converse, line_of, read_tools, said
 from megatron.inference.generate import Answer, Counts, Request, Sampling, generate
 from megatron.inference.load import check_length, configure, load_decoder
 from megatron.system.whole_file import replace_file
@@ -44,7 +44,12 @@ Given = str | list[int] | Chat
 
 
 def read_prompts(
-    texts: Sequence[str], file: Path | None, tokenizer: Tokenizer, vocab_size: int, chat: bool = False
+    texts: Sequence[str],
+    file: Path | None,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    chat: bool = False,
+    tools: list[Any] | None = None,
 ) -> list[Prompt]:
     """All prompts of the command line or of a file.
 
@@ -54,6 +59,7 @@ def read_prompts(
 
     Args:
         chat: a text is what a user says.
+        tools: of the conversations that such texts begin.
 
     Raises:
         Refusal: a prompt cannot be read, is empty, or has ids outside the vocabulary; the message names it.
@@ -64,7 +70,7 @@ def read_prompts(
     if not given:
         raise Refusal(f"--prompts {file} has no prompts")
     if chat:
-        given = [(where, said(value, where) if isinstance(value, str) else value) for where, value in given]
+        given = [(where, said(value, where, tools) if isinstance(value, str) else value) for where, value in given]
     chats = [value for _, value in given if isinstance(value, Chat)]
     rendered = iter(Template(tokenizer).prompts(chats) if chats else ())
     return [
@@ -138,6 +144,7 @@ class Order:
     dtype: str | None = None
     output: Path | None = None
     chat: bool = False
+    tools: Path | None = None
 
     @property
     def by_line(self) -> bool:
@@ -157,12 +164,15 @@ def run(order: Order, words: Sequence[str]) -> int:
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     latest = checkpoint_path(Path(order.load), order.ckpt_step)
     tokenizer, vocab_size = vocabulary(latest and unchecked(latest), tokenizer, config)
+    if order.tools and not order.chat:
+        raise Refusal(f"--tools {order.tools} needs --chat, whose template renders them")
+    tools = read_tools(order.tools) if order.tools else None
     if order.by_line:
         if order.output is not None:
             raise Refusal(f"--output {order.output} needs --prompt or --prompts: a conversation line by line has none")
         prompts, most = [], config.model.max_position_embeddings or UNKNOWN
     else:
-        prompts = read_prompts(order.prompt, order.prompts, tokenizer, vocab_size, order.chat)
+        prompts = read_prompts(order.prompt, order.prompts, tokenizer, vocab_size, order.chat, tools)
         longest = max(prompts, key=lambda prompt: len(prompt.tokens))
         check_length(config, len(longest.tokens), order.max_new_tokens, longest.where)
         most = len(longest.tokens)
@@ -188,7 +198,7 @@ def run(order: Order, words: Sequence[str]) -> int:
         for note in (note for note in config.notes if first and note.startswith(PRINTED)):
             print(f"note: {note}", file=sys.stderr)
         if order.by_line:
-            converse(decoder, Conversation(config, template, tokenizer, request, line_of(first)), first)
+            converse(decoder, Conversation(config, template, tokenizer, request, line_of(first), tools), first)
             return 0
         stream, tokens = Stream(tokenizer, first and len(prompts) == 1), len(prompts) * order.max_new_tokens
         hidden = None if first and not stream.active else True

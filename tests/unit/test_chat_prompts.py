@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.inference import chat
-from megatron.inference.chat import Conversation, Stream, Template, converse
+from megatron.inference.chat import Conversation, Stream, Template, converse, read_tools
 from megatron.inference.generate import Answer, Counts, Request
 from megatron.inference.prompts import read_prompts
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
@@ -66,6 +66,19 @@ def test_chats_need_a_template(tmp_path):
     null = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 99)
     with pytest.raises(Refusal, match="--chat needs a tokenizer of Hugging Face"):
         read_prompts(["1 2"], None, null, 99, chat=True)
+
+
+def test_tools_of_a_file_are_rendered(tokenizer, tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    (asked,) = read_prompts(["how many?"], None, tokenizer, 400, True, read_tools(file))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "how many?"}], "tools": TOOLS}))
+    assert asked.tokens == read_prompts([], rows, tokenizer, 400)[0].tokens
+    for text, message in (("{}", "is not a list"), ("[", "--tools .*tools.json: ")):
+        file.write_text(text)
+        with pytest.raises(Refusal, match=message):
+            read_tools(file)
 
 
 def test_a_conversation_line_by_line(tokenizer, monkeypatch, capsys):

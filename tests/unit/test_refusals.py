@@ -177,7 +177,7 @@ def test_words_and_settings_are_refused_together_in_order():
         "--optimizer lion: not supported; choose from adam, sgd, muon",
         "--ulysses-parallel-size 3 = 3 ranks does not divide the 8 processes: start a multiple of 3, or lower a size",
         "--ulysses-parallel-size 3 does not divide the 8 query heads of a TP rank (--num-attention-heads 8, TP 1): use "
-        "--ulysses-parallel-size 1 --ring-parallel-size 3; with unequal shares, attention would take 12% longer",
+        "--ulysses-parallel-size 2; with unequal shares, attention would take 12% longer",
         "--seq-length 256 cannot be divided by Ulysses 3 x Ring 1 (zigzag): use a multiple of 3, 255 or 258",
         "--recompute-granularity full needs --recompute-method and --recompute-num-layers: for the least memory add "
         "--recompute-method uniform --recompute-num-layers 1",

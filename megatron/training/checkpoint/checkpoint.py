@@ -9,7 +9,7 @@ can load these checkpoints: they also hold the arguments that it expects. megatr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -236,17 +236,19 @@ def load(
     optimizer: MegatronOptimizer | None,
     schedule: OptimizerParamScheduler | None,
     config: Config,
+    unread: Collection[str] = (),
 ) -> Progress:
     """Load weights and, unless only weights are wanted, optimizer, schedule, random state and progress.
 
     Args:
         optimizer: None for a model that is not trained; ``--finetune`` must then be set.
+        unread: settings of the network that may differ, because nothing of this run depends on them.
 
     Raises:
         Refusal: the checkpoint holds another model, or another job removed or replaced it during the load.
     """
     with unchanged(path.path), readable(path.path):
-        return _load(path, chunks, optimizer, schedule, config)
+        return _load(path, chunks, optimizer, schedule, config, unread)
 
 
 def _load(
@@ -255,6 +257,7 @@ def _load(
     optimizer: MegatronOptimizer | None,
     schedule: OptimizerParamScheduler | None,
     config: Config,
+    unread: Collection[str],
 ) -> Progress:
     settings = config.checkpoint
     foreign = open_foreign(path)
@@ -262,6 +265,7 @@ def _load(
     pretrained = is_pretrained(path.path, settings)
     weights_only = settings.finetune or pretrained or (foreign is not None and foreign.weights_alone)
     network = foreign.network if foreign else flat(common.get("config", {}))
+    network = {name: value for name, value in network.items() if name not in unread}
     check_model(network, config, path.path, changed=settings.finetune or pretrained)
     new = [test for test, absent in ((is_adapter, adapters_are_new), (is_head, head_is_new))
            if absent(network, config.model, path.path, weights_only)]  # fmt: skip

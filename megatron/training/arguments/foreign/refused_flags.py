@@ -157,8 +157,9 @@ evaluation uses one validation set and --eval-iters: --full-validation --multipl
 }
 
 
-# Names that USP (yunchang), LoongTrain, DeepSpeed and Hugging Face's trainer have for settings of this program. They
-# are refused, since their values do not always mean the same. Flags of Megatron-LM's forks are in `fork_flags.py`.
+# Names that USP (yunchang), LoongTrain, DeepSpeed, PEFT, TRL and Hugging Face's trainer have for settings of this
+# program. They are refused, since their values do not always mean the same. Flags of Megatron-LM's forks are in
+# `fork_flags.py`.
 OTHER_NAMES = {
     rename: """
 --tensor-model-parallel-size: --tp-size 1 --tp_size 1 --tp 1 --tensor-parallel 1
@@ -183,6 +184,8 @@ OTHER_NAMES = {
 --lr-decay-style: --lr-scheduler-type 1 --lr_scheduler_type 1
 --clip-grad: --max-grad-norm 1 --max_grad_norm 1 --gradient-clipping 1
 --train-iters: --max-steps 1 --max_steps 1 --train-steps 1
+--lora-rank: --lora-r 1 --lora_r 1
+--lora-targets: --target-modules + --target_modules + --lora-target-modules + --lora_target_modules +
 """,
     replace: """
 --context-parallel-balance zigzag; use --context-parallel-balance zigzag, or contiguous: --ring-impl-type 1
@@ -192,6 +195,7 @@ OTHER_NAMES = {
     --gradient_checkpointing --activation-checkpointing
 """,
     Advice: """
+adapters have no dropout; leave it out: --lora-dropout 1 0 --lora_dropout 1 0
 use --group-query-attention with --num-query-groups: --num-kv-heads 1 --num_key_value_heads 1 --kv-heads 1
 use --window-size N-1,0: --sliding-window 1 --sliding_window 1 --sliding-window-size 1
 """,

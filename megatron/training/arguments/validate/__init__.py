@@ -53,7 +53,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("sft", lambda: check_data.complete_sft(config))
     gather.check("attention", lambda: check_model.complete_attention(config), "model")
     gather.check("grid", lambda: check_grid.check_grid(config, world_size), "context")
-    gather.check("heads", lambda: check_grid.check_heads(config), "context")
+    gather.check("heads", lambda: check_grid.check_heads(config, world_size), "context")
     gather.check("sequence", lambda: check_grid.complete_sequence(config), "context", "attention")
     gather.check("pipeline", lambda: complete_virtual_stages(config), "model")
     gather.check("first layers", lambda: check_grid.check_first_layers(config), "pipeline", "grid")

@@ -120,7 +120,7 @@ def check_grid(config: Config, world_size: int) -> None:
         )
 
 
-def check_heads(config: Config) -> None:
+def check_heads(config: Config, world_size: int) -> None:
     """Refuse numbers of heads and MLP widths that TP and Ulysses do not divide."""
     model, parallel = config.model, config.parallel
     heads, groups, tensor = model.num_attention_heads, model.num_query_groups, parallel.tensor_model_parallel_size
@@ -157,12 +157,16 @@ def check_heads(config: Config) -> None:
     local = heads // tensor
     if local % ulysses:
         fits = gcd(local, ulysses)
+        advice = f"--ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}"
+        others = tensor * ring * parallel.pipeline_model_parallel_size
+        if world_size > others * ulysses and world_size % (others * ulysses):  # as many ranks do not divide it either
+            common = gcd(local, world_size // others)
+            advice = f"--ulysses-parallel-size {max(size for size in range(1, ulysses) if common % size == 0)}"
         raise Refusal(
             f"--ulysses-parallel-size {ulysses}",
             f"does not divide the {local} query heads of a TP rank (--num-attention-heads {heads}, TP {tensor}): use "
-            f"--ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}; with unequal shares, "
-            f"attention would take {uneven_heads(local, ulysses):.0%} longer",
-            Fix(f"--ulysses-parallel-size {fits} --ring-parallel-size {ring * ulysses // fits}"),
+            f"{advice}; with unequal shares, attention would take {uneven_heads(local, ulysses):.0%} longer",
+            Fix(advice),
         )
 
 

@@ -24,6 +24,7 @@ from megatron.training.job import Job
 from megatron.training.refusal import reason
 from megatron.training.report.reporter import Reporter
 
+NO_HISTORY = "--record-memory-history: no effect on a CPU; --profile-memory shows its memory"
 ENTRIES = 100_000  # allocations and frees that the history of memory keeps
 
 
@@ -35,6 +36,8 @@ class Profiler(Feature):
         self.rank = dist.get_rank()
         self._recording: profiler.profile | torch.autograd.profiler.emit_nvtx | None = None
         self._begun, self._history = 0, False
+        if self.settings.record_memory_history and job.runtime.device.type == "cpu" != job.config.run.device:
+            reporter.say(f" > {NO_HISTORY}")  # for --device cpu, a note has said it
 
     def before_step(self) -> None:
         done, settings = self.job.progress.iteration, self.settings
