@@ -13,6 +13,7 @@ import torch
 
 from megatron.certifying.bisecting import FirstDifference, bisect
 from megatron.certifying.comparing import Compared, compare
+from megatron.certifying.of_torch.choices import Flip
 from megatron.certifying.processes_of_program import Processes, Run
 from megatron.certifying.recording import GRADIENT, LOSS, NORM, Program, Reference, measure, record
 from megatron.certifying.rows import Rows, find_positions
@@ -22,6 +23,7 @@ from megatron.system.whole_file import save_figure
 
 Sizes = Mapping[str, int]
 AGREES_UNCOMPILED = "without torch.compile the program agrees: what torch.compile made of it does not"
+WITHOUT_COMPILE = "choices can be replayed only without torch.compile: what it makes of the program is not compared"
 AGREES_LATER = "when it ran again, it agreed: its results on this grid change from run to run"
 
 
@@ -33,6 +35,8 @@ class OnGrid:
         compared: every loss, gradient, norm and update.
         place: where the program first differs; None if all agree.
         seen: which outputs each changed token changes, if this was requested.
+        flips: choices of each rank among scores that rounding reorders; ``compared`` has the numbers with the choices
+            of one process.
         note: why ``place`` or ``seen`` is unknown.
     """
 
@@ -40,6 +44,7 @@ class OnGrid:
     compared: list[Compared]
     place: FirstDifference | None = None
     seen: list[Seen] = field(default_factory=list)
+    flips: list[tuple[int, Flip]] = field(default_factory=list)
     note: str = ""
 
     @property
@@ -76,6 +81,8 @@ class Certificate:
         count = len(self.grids[0].compared)
         limits = [one.limit for grid in self.grids for one in grid.compared if one.key[0] == GRADIENT]
         note = f"; most gradients would show an error above {median(limits):.0e}" if limits else ""
+        flips = sum(len(grid.flips) for grid in self.grids)
+        note += f"; with {flips} choices replaced that rounding made" if flips else ""
         return f"RIGHT: {count} numbers agree on {', '.join(map(str, self.grids))}{note}"
 
     def _table(self) -> list[str]:
@@ -100,6 +107,14 @@ class Certificate:
                 lines.append(f"  {grid}: and {len(grid.wrong) - 8} more")
             if grid.place is not None:
                 lines.append(f"  {grid}: {grid.place}")
+            for rank, flip in grid.flips[:4]:
+                lines.append(
+                    f"  {grid}: {flip.module or 'the model'} chose {flip.chosen} on rank {rank} and {flip.right} on one "
+                    f"process, in row {flip.row} of its scores; these differ by {flip.gap:.1e}, rounding explains "
+                    f"{2 * flip.limit:.1e}; compared with the choice of one process"
+                )
+            if len(grid.flips) > 4:
+                lines.append(f"  {grid}: and {len(grid.flips) - 4} more such choices")
             if grid.note:
                 lines.append(f"  {grid}: {grid.note}")
             lines += [f"  {grid}: {one}" for one in grid.seen if not one.right]
@@ -179,20 +194,29 @@ def certify(
         if loss is not None and not any(key[0] == LOSS for key in reference.recording.numbers):
             raise ValueError(f"on one process the program prints no number after {loss!r}")
         watched: Reference | None = None
+        if reference.tied:
+            watched = run(measure, 1, program, one_process, True)[0]
         result = []
         for grid in ({**one_process, **grid} for grid in sizes):
             ranks = math.prod(grid.values())
-            recorded = run(record, ranks, program, grid)
-            on_grid = OnGrid({k: v for k, v in grid.items() if v > 1}, compare(reference, recorded, len(sizes)))
-            if on_grid.wrong or sees:
+            on_grid = OnGrid({k: v for k, v in grid.items() if v > 1}, [])
+            if not reference.tied:
+                on_grid.compared = compare(reference, run(record, ranks, program, grid), len(sizes))
+            if reference.tied or on_grid.wrong or sees:
                 watched = watched or run(measure, 1, program, one_process, True)[0]
-                recorded = run(record, ranks, program, grid, True)
+                choices = watched.choices(ranks) or None
+                recorded = run(record, ranks, program, grid, True, None, choices)
             try:
-                if on_grid.wrong:
-                    again = [one for one in compare(watched, recorded, len(sizes)) if not one.right]
-                    if again:
-                        on_grid.place = bisect(watched, recorded, again)
-                    else:
+                if reference.tied or on_grid.wrong:
+                    on_grid.flips = [(rank, flip) for rank, one in enumerate(recorded) for flip in one.flips]
+                    again = compare(watched, recorded, len(sizes))
+                    if reference.tied or on_grid.flips:
+                        on_grid.compared = again
+                        on_grid.note = WITHOUT_COMPILE if recorded[0].compiled else ""
+                    wrong = [one for one in again if not one.right]
+                    if wrong:
+                        on_grid.place = bisect(watched, recorded, wrong)
+                    elif on_grid.wrong:
                         on_grid.note = AGREES_UNCOMPILED if recorded[0].compiled else AGREES_LATER
                 if sees:
                     rows = find_positions(watched.recording, recorded)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401 - imported later, it would keep the first job's group as a default
 from torch import multiprocessing
 
+from megatron.certifying.of_torch.choices import Choice, Flip
 from megatron.certifying.recording import Recording, Reference
 
 Run = Callable[..., list]  # (function, number of ranks, *arguments) -> its results by rank
@@ -77,7 +78,7 @@ class Processes:
                     self._fail(f"rank {rank} of {ranks} ended {_how(workers[rank][0])}")
                 if not good:
                     self._fail(f"on rank {rank} of {ranks}:\n{path}")
-                with torch.serialization.safe_globals([Recording, Reference]):
+                with torch.serialization.safe_globals([Recording, Reference, Choice, Flip]):
                     results[rank] = torch.load(path, weights_only=True)
                 os.unlink(path)
         return [results[rank] for rank in range(ranks)]

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megatron.certifying.of_torch.choices import Choice, Choices, Flip, same_choices
 from megatron.certifying.of_torch.whole import Models, compiles, modules, readable, uncompiled, whole, whole_tensors
 from megatron.certifying.rounding import SAMPLES, Rounding, factor, tensors
 
@@ -65,6 +66,8 @@ class Recording:
         exact: by key, changes that may be lost: of a parameter's update, the last bit of the parameter's largest entry;
             of a loss that is a text, half of its last digit.
         compiled: whether torch.compile compiled a part of the program.
+        choices: those that were made, if they were recorded.
+        flips: choices that were made otherwise than on one process, and replaced by those.
     """
 
     numbers: Numbers
@@ -72,45 +75,67 @@ class Recording:
     calls: tuple[int, int] = (0, 1)
     exact: dict[Key, float] = field(default_factory=dict)
     compiled: bool = False
+    choices: list[Choice] = field(default_factory=list)
+    flips: list[Flip] = field(default_factory=list)
 
 
 @dataclass
 class Reference:
-    """The numbers of one process, and the largest error that rounding may cause in each of them."""
+    """The numbers of one process, and the largest error that rounding may cause in each of them.
+
+    Attributes:
+        tied: whether rounding changes choices among scores, so that the limits are those of other choices.
+    """
 
     recording: Recording
     noise: dict[Key, float]
     samples: int
+    tied: bool = False
 
     def limits(self, comparisons: int) -> dict[Key, float]:
         """The largest error to accept for each number, if ``comparisons`` errors are compared in all."""
         times = factor(self.samples, comparisons)
         return {key: times * noise for key, noise in self.noise.items()}
 
+    def choices(self, ranks: int) -> list[Choice]:
+        """The choices of one process with the largest error of their scores, for the ranks of a grid to replay."""
+        times = factor(self.samples, len(self.recording.choices) * ranks)
+        return [replace(choice, limit=times * choice.limit) for choice in self.recording.choices]
 
-def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudge: Any = None) -> Recording:
+
+def record(
+    program: Program, sizes: Mapping[str, int], watch: bool = False, nudge: Any = None,
+    choices: Sequence[Choice] | None = None,
+) -> Recording:  # fmt: skip
     """Run the program on this rank.
 
     Args:
         sizes: of the grid, passed to the program by name.
         watch: also keep inputs, outputs and gradients of all modules.
         nudge: a context in which one token is changed (:class:`sight.Nudge`).
+        choices: record choices among scores, and replay these of one process where the scores are the same.
     """
     if groups := sys.modules.get("megatron.context_parallel.core.groups"):
         groups.forget_grid()  # of an earlier call, if the program uses this library
     with ExitStack() as stack:
         if watch:
             stack.enter_context(uncompiled())
-        calls = stack.enter_context(_watched()) if watch else []
+        chosen = Choices(choices or ())
+        calls = stack.enter_context(_watched(chosen.inside)) if watch else []
         before = stack.enter_context(_first_update())
         if nudge is not None:
             stack.enter_context(nudge)
+        if choices is not None:
+            stack.enter_context(chosen)
         outcome = program(**sizes)
     if outcome is None:
         raise ValueError("the program returned nothing: return (model, loss), or use --loss with a text that it prints")
     if not isinstance(outcome, Outcome):
         outcome = Outcome(*outcome)
-    result = Recording(_numbers(outcome, before, calls), calls=outcome.calls, compiled=compiles())
+    result = Recording(_numbers(outcome, before, calls), calls=outcome.calls, compiled=compiles(), flips=chosen.flips)
+    names = {id(m): name for name, m in modules(outcome.model)}
+    for module, choice in chosen.made:
+        result.choices.append(replace(choice, module=names.get(module, "")))
     if outcome.updates is None and not _holds_parts(outcome):
         for name, x in whole_tensors(outcome.model, lambda parameter: parameter).items():
             if x.numel():
@@ -127,15 +152,22 @@ def record(program: Program, sizes: Mapping[str, int], watch: bool = False, nudg
 
 def measure(program: Program, sizes: Mapping[str, int], watch: bool = False, samples: int = SAMPLES) -> Reference:
     """Run the program on one process, and again with changed last bits."""
-    first = record(program, sizes, watch)
+    first = record(program, sizes, watch, choices=() if watch else None)
     noise = {key: _smallest(key, x, first) for key, x in first.numbers.items() if x is not None}
+    before, tied = None, False
     for seed in range(samples):
-        with Rounding(seed):
+        choices = Choices(first.choices, same_calls=True)
+        with Rounding(seed, choices):
             again = record(program, sizes, watch)
+        chosen = [choice for _, choice in choices.made]
+        for one, other in zip(first.choices, chosen):
+            one.limit = max(one.limit, one.difference(other))
+        tied = tied or before is not None and not same_choices(before, chosen)
+        before = chosen
         for key in noise:
             other = again.numbers.get(key)
             noise[key] = max(noise[key], float("inf") if other is None else error(key, other, first.numbers[key]))
-    return Reference(first, noise, samples)
+    return Reference(first, noise, samples, tied)
 
 
 def _smallest(key: Key, x: Tensor, recording: Recording) -> float:
@@ -222,20 +254,26 @@ class _Call:
 
 
 @contextmanager
-def _watched() -> Iterator[list[_Call]]:
-    """Record the modules' calls before an optimizer steps, in the order in which they end: children before parents."""
+def _watched(inside: list[int]) -> Iterator[list[_Call]]:
+    """Record the modules' calls before an optimizer steps, in the order in which they end: children before parents.
+
+    ``inside`` always has the modules that run.
+    """
     calls: list[_Call] = []
     inputs: dict[int, list[Tensor | None]] = {}
     weights: dict[int, dict[str, Tensor]] = {}
     stepped: list[object] = []
 
     def before(module: nn.Module, args: Any) -> None:
+        inside.append(id(module))
         if id(module) not in weights:
             own = module.named_parameters(recurse=False)
             weights[id(module)] = {name: whole(weight.detach()).cpu().clone() for name, weight in own}
         inputs.setdefault(id(module), []).append(_first(args))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
+        while inside and inside.pop() != id(module):
+            pass  # a module that recomputation left before its end
         given, x = inputs.get(id(module)), _activation(output)
         entered, out = given.pop() if given else None, _first(output)
         if x is None or out is None or stepped:

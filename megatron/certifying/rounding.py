@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.certifying.of_torch.choices import Choices
 from megatron.certifying.of_torch.whole import local, uncompiled
 
 SAMPLES = 8  # runs with changed results; an even number
@@ -27,11 +28,14 @@ class Rounding(TorchDispatchMode):
     """In this context the results of operations are changed by up to one unit in the last place, also in backward.
 
     Entries that are integers are left as they are, because counts, positions and masks are computed without rounding.
+
+    Args:
+        choices: sees the choices that are made among changed scores.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, choices: Choices | None = None) -> None:
         super().__init__()
-        self._seed = seed
+        self._seed, self._choices = seed, choices
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __enter__(self) -> Rounding:
@@ -45,6 +49,8 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._choices is not None:
+            self._choices.see(func, args, kwargs or {}, out)
         if func.name().startswith("aten::empty") or func.name().startswith("aten::new_empty"):
             return out
         given = {storage(x) for x in map(local, tensors((args, kwargs))) if type(x) in (Tensor, torch.nn.Parameter)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""certify and the parallelism of torch: right programs pass on 2 and 4 ranks, planted errors are noticed and placed."""
+"""certify and the parallelism of torch, and routers with ties: right programs pass, planted errors are placed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 import megatron.context_parallel as cp
 from megatron.certifying.of_torch.whole import modules, parameters
 from tests.reach import PLACES, PROGRAMS, Step
+from tests.routed import ERRORS, TIES, Routed
 
 
 @pytest.mark.parametrize("name", [n if n == "fsdp2" else pytest.param(n, marks=pytest.mark.full) for n in PROGRAMS])
@@ -26,6 +27,23 @@ def test_an_error_planted_in_a_program_of_torch_is_placed(pool, name: str, error
     assert place is not None, str(certificate)
     kind, module = PLACES[name, error]
     assert (place.kind, place.modules[0]) == (kind, module), str(certificate)
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 4))])
+def test_a_router_that_chooses_otherwise_by_rounding_is_reported_and_not_accused(pool, seed: int) -> None:
+    """Without the choices of one process, rounding would explain errors of the size of the gradients."""
+    certificate = cp.certify(Routed(seed=seed), [2], run=pool.run)
+    grid = certificate.grids[0]
+    assert certificate.right and 0 < len(grid.flips) <= TIES and "layers.0 chose" in str(certificate), str(certificate)
+    assert max(one.limit for one in grid.compared) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "error", [name if "output" in name else pytest.param(name, marks=pytest.mark.full) for name in ERRORS]
+)
+def test_an_error_beside_a_router_with_ties_is_placed(pool, error: str) -> None:
+    place = cp.certify(Routed(error, seed=1), [2], run=pool.run).grids[0].place
+    assert place is not None and (place.kind, place.modules[0]) == ERRORS[error], place
 
 
 def test_wrappers_do_not_change_names() -> None:

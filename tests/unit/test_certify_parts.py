@@ -16,6 +16,7 @@ from megatron.certifying import rounding
 from megatron.certifying.bisecting import _between
 from megatron.certifying.certificate import Certificate, OnGrid, check_finite
 from megatron.certifying.comparing import Compared, fitted, listed
+from megatron.certifying.of_torch.choices import Choice, Choices
 from megatron.certifying.processes_of_program import _how
 from megatron.certifying.programs.small_shape import flags_of_grid, grids_of, left_out, small_flags
 from megatron.certifying.recording import GRADIENT, Recording, Reference
@@ -43,6 +44,36 @@ def test_rounding_changes_results_by_their_last_bits_and_no_integers(dtype: torc
         view = x[3:5]
     error = float(((changed - right) / right).abs().max())
     assert 0 < error <= 1.6 * torch.finfo(dtype).eps and total == 7 and torch.equal(view, x[3:5])
+
+
+@pytest.mark.parametrize("kind", ["topk", "max", "argmax", "dim 0", "smallest"])
+def test_a_choice_is_replayed_only_among_scores_that_agree(kind: str) -> None:
+    """Rows in another order: a tie, a tie of masked scores, a choice of other scores, a gap above the limit."""
+    scores = torch.tensor([[0.5, 0.5, 0.1], [0.3, -torch.inf, 0.3], [0.9, 0.8, 0.8], [0.2, 0.7, 0.7 + 1e-3]])
+    moved = torch.tensor([[-1e-7, 1e-7, 0], [0, 0, 1e-7], [-0.5, 0, 1e-7], [0, 2e-3, 0]])
+    largest, k = kind != "smallest", 2 if kind == "topk" else 1
+    one, ranks = (scores, scores + moved) if largest else (-scores, -scores - moved)
+
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        if kind == "dim 0":
+            return x.T.topk(1, dim=0).indices.T
+        if kind == "argmax":
+            return x.argmax(-1, keepdim=True)
+        return x.max(-1, keepdim=True).indices if kind == "max" else x.topk(k, largest=largest).indices
+
+    given = [Choice(one.double(), torch.tensor([[0, 1], [0, 2], [0, 1], [2, 1]])[:, :k], largest, 1e-6, "router")]
+    order, own = torch.tensor([3, 1, 0, 2]), torch.tensor([[1, 0], [2, 0], [2, 1], [1, 2]])[:, :k]
+    assert choose(ranks).equal(own)
+    with Choices(given) as choices:
+        assert choose(ranks[order])[[2, 1]].equal(given[0].chosen[:2]), "ties"
+        assert choose(ranks[order])[[3, 0]].equal(own[2:]), "other scores"
+    flip = choices.flips[0]
+    assert (flip.module, flip.row, flip.right) == ("router", 1, given[0].chosen[1].tolist()) and flip.gap == 0
+    x = ranks[:1].clone().requires_grad_()
+    with Choices(given):
+        x.topk(1, largest=largest).values.sum().backward()
+    if k == 1:
+        assert x.grad.tolist() == [[1, 0, 0]], "the gradient is that of the other score"
 
 
 def test_factor_and_cosine() -> None:
