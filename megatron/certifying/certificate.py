@@ -109,7 +109,7 @@ class Certificate:
                 lines.append(f"  {grid}: {grid.place}")
             for rank, flip in grid.flips[:4]:
                 lines.append(
-                    f"  {grid}: {flip.module or 'the model'} chose {flip.chosen} on rank {rank} and {flip.right} on one "
+                    f"  {grid}: {flip.module or 'the model'} chose {flip.chosen} on rank {rank}, {flip.right} on one "
                     f"process, in row {flip.row} of its scores; these differ by {flip.gap:.1e}, rounding explains "
                     f"{2 * flip.limit:.1e}; compared with the choice of one process"
                 )
