@@ -86,6 +86,7 @@ OF_TRITON = {
     "megatron.context_parallel.linear_attention.decay_kernels",
     "megatron.context_parallel.linear_attention.state_kernels",
     "megatron.context_parallel.positions.rope_kernel",
+    "megatron.context_parallel.sparse_attention.chosen_kernels",
 }
 
 
