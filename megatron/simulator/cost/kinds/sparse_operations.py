@@ -91,7 +91,7 @@ def _choose(work: LayerWork) -> Segment:
     strategy = work.strategy
     if work.attended.causal and not work.attended.seen and (strategy.ulysses > 1 or strategy.balance != "zigzag"):
         seen *= 2 - 1 / strategy.context  # the last ring or Ulysses rank has the latest queries
-    pairs = rows * min(length, seen + keys / 2)  # blocks are computed whole
+    pairs = rows / strategy.tensor * min(length, seen + keys / 2)  # TP ranks divide queries; blocks are computed whole
     blocks = max(1, round(pairs / queries / keys))
     index = gemm("index_scores", queries * latent.index_heads, pairs / blocks / queries, latent.index_dim, count=blocks)
     index.bytes = float(FP32 * pairs / blocks)  # no scores of heads are written
