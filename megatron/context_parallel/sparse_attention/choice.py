@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatron.context_parallel.layout.masks import Causal, Mask, inside_tiles
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -128,16 +129,23 @@ def choose_among(
 def _choose_together(
     q: Tensor, complete: Tensor, weights: Tensor, spans: Spans, group: Any, how: dict[str, Any]
 ) -> Tensor:
-    """:func:`choose_among`; each rank of ``group`` computes the scores of a part of the queries."""
-    each = -(-len(q) // group.size())
-    rows = min(group.rank() * each, len(q)), min((group.rank() + 1) * each, len(q))
-    own = slice(*rows)
-    part = choose_among(q[own], complete, weights[own], spans=positions_of([rows], spans), **how)
-    mine = part.new_full((each, *part.shape[1:]), -1)
-    mine[: len(part)] = part
-    every = mine.new_empty((each * group.size(), *part.shape[1:]))
+    """:func:`choose_among`; each rank of ``group`` computes the scores of two parts of the queries.
+
+    Later queries read more keys. Therefore one of the parts is as far from the first as the other from the last.
+    """
+    ranks, rank = group.size(), group.rank()
+    each = -(-len(q) // (2 * ranks))
+    parts = []
+    for number in (rank, 2 * ranks - 1 - rank):
+        rows = min(number * each, len(q)), min((number + 1) * each, len(q))
+        own = slice(*rows)
+        part = choose_among(q[own], complete, weights[own], spans=positions_of([rows], spans), **how)
+        parts.append(functional.pad(part, (0, 0, 0, 0, 0, each - len(part)), value=-1))
+    mine = torch.cat(parts)
+    every = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
     all_gather(every, mine, group=group)
-    return every[: len(q)]
+    first, second = every.unflatten(0, (ranks, 2, each)).unbind(1)
+    return torch.cat((first, second.flip(0))).flatten(0, 1)[: len(q)]
 
 
 def _highest(ranked: Sequence[Tensor], top_k: int) -> Tensor:
