@@ -17,6 +17,7 @@ from torch.nn.modules import module as modules_of_torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.certifying.of_torch.choices import Choice, Choices, Flip, same_choices
+from megatron.certifying.of_torch.clipping import Clipped, clipping
 from megatron.certifying.of_torch.whole import Models, compiles, modules, readable, uncompiled, whole, whole_tensors
 from megatron.certifying.rounding import SAMPLES, Rounding, factor, tensors
 
@@ -37,7 +38,7 @@ class Outcome:
             is a number that was rounded to its last digit.
         gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, read
             before the first step of an optimizer; without an optimizer, at the end.
-        norm: gradient norm by which the gradients were clipped.
+        norm: gradient norm by which the gradients were clipped. Default: as torch clips them.
         updates: changes of whole parameters. Default: those made by the steps of an optimizer.
         positions: positions of this rank's tokens in the sequence, in local order; or such a tensor for each length
             that activations have. Default: derived from the activations of the first module.
@@ -122,7 +123,8 @@ def record(
             stack.enter_context(uncompiled())
         chosen = Choices(choices or ())
         calls = stack.enter_context(_watched(chosen.inside)) if watch else []
-        before = stack.enter_context(_first_update())
+        clipped = stack.enter_context(clipping())
+        before = stack.enter_context(_first_update(clipped))
         if nudge is not None:
             stack.enter_context(nudge)
         if choices is not None:
@@ -132,7 +134,11 @@ def record(
         raise ValueError("the program returned nothing: return (model, loss), or use --loss with a text that it prints")
     if not isinstance(outcome, Outcome):
         outcome = Outcome(*outcome)
-    result = Recording(_numbers(outcome, before, calls), calls=outcome.calls, compiled=compiles(), flips=chosen.flips)
+    if outcome.norm is None and len(clipped.norms) == 1:
+        outcome.norm = whole(clipped.norms[0])
+    result = Recording(
+        _numbers(outcome, before, clipped, calls), calls=outcome.calls, compiled=compiles(), flips=chosen.flips
+    )
     names = {id(m): name for name, m in modules(outcome.model)}
     for module, choice in chosen.made:
         result.choices.append(replace(choice, module=names.get(module, "")))
@@ -202,7 +208,9 @@ def _holds_parts(outcome: Outcome) -> bool:
     return outcome.gradients is not None and isinstance(outcome.model, Mapping)
 
 
-def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], calls: list[_Call]) -> Numbers:
+def _numbers(
+    outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], clipped: Clipped, calls: list[_Call]
+) -> Numbers:
     numbers: Numbers = {}
     losses = outcome.losses if isinstance(outcome.losses, Sequence) else [outcome.losses]
     for number, loss in enumerate(loss for loss in losses if loss is not None):
@@ -221,7 +229,9 @@ def _numbers(outcome: Outcome, before: dict[int, tuple[Tensor, Tensor | None]], 
         numbers |= {(WEIGHT, name, own): weight for own, weight in call.weights.items()}
     gradients, updates = outcome.gradients, outcome.updates
     if gradients is None:
-        gradients = whole_tensors(outcome.model, lambda p: before[id(p)][1] if id(p) in before else p.grad)
+        gradients = whole_tensors(
+            outcome.model, lambda p: before[id(p)][1] if id(p) in before else clipped.unclipped(p)
+        )
     if updates is None and not _holds_parts(outcome):
         after = whole_tensors(outcome.model, lambda p: p if id(p) in before else None)
         old = whole_tensors(outcome.model, lambda p: before[id(p)][0] if id(p) in before else None)
@@ -312,16 +322,15 @@ def _copy(x: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def _first_update() -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
-    """Weights and gradients before the first step of each optimizer, by the parameter's id."""
+def _first_update(clipped: Clipped) -> Iterator[dict[int, tuple[Tensor, Tensor | None]]]:
+    """Weights, and gradients without clipping, before the first step of each optimizer, by the parameter's id."""
     kept: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def before(optimizer: Any, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in kept:
-                    gradient = None if parameter.grad is None else parameter.grad.detach().clone()
-                    kept[id(parameter)] = parameter.detach().clone(), gradient
+                    kept[id(parameter)] = parameter.detach().clone(), clipped.unclipped(parameter)
 
     hook = register_optimizer_step_pre_hook(before)
     try:

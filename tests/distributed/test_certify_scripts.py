@@ -88,6 +88,19 @@ def test_an_error_in_a_script_is_placed(pool, tmp_path: Path) -> None:
     assert place is not None and (place.kind, place.modules[0]) == ("reduction", "first"), str(certificate)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_clipping_hides_no_factor(pool, tmp_path: Path, times: int) -> None:
+    """Gradients that are averaged twice would be equal after they are clipped."""
+    path, clip = tmp_path / "train.py", "nn.utils.clip_grad_norm_(model.parameters(), 1e-3)"
+    again = "" if times == 1 else "[p.grad.div_(dist.get_world_size()) for p in model.parameters()]; "
+    path.write_text(RIGHT.replace("optimizer.step()", f"{again}{clip}; optimizer.step()"))
+    certificate = certify(Script(str(path), ("--rows", "{8/ranks}")), [2], run=pool.run)
+    grid = certificate.grids[0]
+    kinds = [one.key[0] for one in grid.wrong]
+    assert sorted(kinds) == ([] if times == 1 else ["gradient"] * 4 + ["norm"]), str(certificate)
+    assert "norm" in [one.key[0] for one in grid.compared]
+
+
 def test_a_loss_that_is_not_the_whole_batchs_is_noticed(pool, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(RIGHT.replace("dist.all_reduce(total)", "pass"))
