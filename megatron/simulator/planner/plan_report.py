@@ -200,7 +200,7 @@ class Report:
 
 MOST = 12000  # if there are more strategies, the picture shows only those that the search has priced
 SLOWEST = 1.6  # slowest plan in the picture, as a multiple of the winner's time
-BLUE, RED, GREEN = "#0072b2", "#cc6677", "#009e73"
+BLUE, AMBER, RED, GREEN = "#0072b2", "#e69f00", "#cc6677", "#009e73"
 
 
 def front(plans: list[Plan]) -> list[Plan]:
@@ -226,9 +226,11 @@ def draw(result: SearchResult, problem: Problem, output: str, model: str) -> Non
         every = [priced(problem, strategy) for strategy in strategies]
     shown = [plan for plan in every if plan.seconds < SLOWEST * winner.seconds and plan.memory.total < 2 * usable * GIB]
     fitting = [plan for plan in shown if plan.fits]
-    device, host = ([plan for plan in shown if not plan.fits and (plan.margin < 0) == full] for full in (True, False))
+    device = [plan for plan in shown if plan.margin < 0]
+    host = [plan for plan in shown if plan.host_margin < 0 <= plan.margin]
     for plans, colour, name in (
         (fitting, BLUE, "fits"),
+        ([plan for plan in shown if plan.tight], AMBER, "fits with too little to spare"),
         (device, RED, "does not fit on the device"),
         (host, GREEN, "does not fit in the node's host memory"),
     ):
