@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Run the steps of action.yml as a workflow does: a fresh home, a fresh virtual environment with torch alone, and a
-# clone of the last commit. As root the home and the checkout are hidden, so nothing of them is used.
+# clone of the last commit. As root the checkout is hidden, so nothing of it is used.
 #
 #   time bash tests/action.sh [PYTHON]      needs a package index, and about 1.5 GB below /tmp
 set -euo pipefail

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +185,18 @@ def whole(case: Case, mean_of_means: bool = False) -> cp.Outcome:
         loss.backward()
         total += loss.detach()
     return finish(model, total, case)
+
+
+def of_parts(model: nn.Module, case: Case, part: Callable[[Tensor], Tensor]) -> cp.Outcome:
+    """One training step in which each rank has a ``part`` of tokens, positions and labels [1, s]."""
+    batches, total = case.batches(), torch.zeros(())
+    count = counted(batches)
+    for batch in batches:
+        ids, at, labels = (part(x) for x in (batch["input_ids"], batch["position_ids"], shifted(batch)))
+        loss = share(model(input_ids=ids, position_ids=at, use_cache=False).logits, labels, count)
+        loss.backward()
+        total += loss.detach()
+    return summed(model, total, case, part(torch.arange(LENGTH)[None])[0])
 
 
 def summed(model: nn.Module, loss: Tensor, case: Case, positions: Tensor | None = None) -> cp.Outcome:

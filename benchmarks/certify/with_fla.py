@@ -21,7 +21,7 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
 
 import megatron.context_parallel as cp
-from benchmarks.certify.cases import LENGTH, Case, NotApplicable, counted, share, shifted, summed, whole
+from benchmarks.certify.cases import LENGTH, Case, NotApplicable, of_parts, whole
 
 
 def step(case: Case, ranks: int = 1, layout: str = "contiguous") -> cp.Outcome:
@@ -41,7 +41,7 @@ def step(case: Case, ranks: int = 1, layout: str = "contiguous") -> cp.Outcome:
     in_the_interpreter()
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    model, batches, total, rank = case.model(), case.batches(), torch.zeros(()), dist.get_rank()
+    model = case.model()
     context = build_cp_context(
         torch.tensor([0, LENGTH]), dist.group.WORLD, conv1d_kernel_size=model.config.linear_conv_kernel_dim
     )
@@ -58,15 +58,7 @@ def step(case: Case, ranks: int = 1, layout: str = "contiguous") -> cp.Outcome:
     AttentionInterface.register("gathered", gathered)
     AttentionMaskInterface.register("gathered", lambda *_, **__: None)
     model.config._attn_implementation = "gathered"
-    count = counted(batches)
-    for batch in batches:
-        ids, positions, labels = (
-            x.chunk(ranks, dim=1)[rank] for x in (batch["input_ids"], batch["position_ids"], shifted(batch))
-        )
-        loss = share(model(input_ids=ids, position_ids=positions, use_cache=False).logits, labels, count)
-        loss.backward()
-        total += loss.detach()
-    return summed(model, total, case)
+    return of_parts(model, case, lambda x: x.chunk(ranks, dim=1)[dist.get_rank()])
 
 
 def gathered(

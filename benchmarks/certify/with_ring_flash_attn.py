@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megatron.context_parallel as cp
 from benchmarks.certify import flash_attn_on_a_cpu
-from benchmarks.certify.cases import Case, NotApplicable, counted, share, shifted, summed, whole
+from benchmarks.certify.cases import Case, NotApplicable, of_parts, whole
 
 
 def step(case: Case, ranks: int = 1) -> cp.Outcome:
@@ -25,15 +25,7 @@ def step(case: Case, ranks: int = 1) -> cp.Outcome:
     from ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params
 
     substitute_hf_flash_attn(dist.group.WORLD, heads_k_stride=1)
-    model, batches, total, rank = case.model(), case.batches(), torch.zeros(()), dist.get_rank()
+    model = case.model()
     model.config._attn_implementation = "flash_attention_2"
-    count = counted(batches)
-    for batch in batches:
-        update_ring_flash_attn_params(torch.tensor([0, *case.documents], dtype=torch.int32), dist.group.WORLD)
-        ids, positions, labels = (
-            x.chunk(ranks, dim=1)[rank] for x in (batch["input_ids"], batch["position_ids"], shifted(batch))
-        )
-        loss = share(model(input_ids=ids, position_ids=positions, use_cache=False).logits, labels, count)
-        loss.backward()
-        total += loss.detach()
-    return summed(model, total, case)
+    update_ring_flash_attn_params(torch.tensor([0, *case.documents], dtype=torch.int32), dist.group.WORLD)
+    return of_parts(model, case, lambda x: x.chunk(ranks, dim=1)[dist.get_rank()])

@@ -4,13 +4,12 @@ its README and tests use them. flash-attn's kernel is stood in; loss and gradien
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import megatron.context_parallel as cp
 from benchmarks.certify import flash_attn_on_a_cpu
-from benchmarks.certify.cases import LENGTH, Case, NotApplicable, counted, share, shifted, summed, whole
+from benchmarks.certify.cases import Case, NotApplicable, of_parts, whole
 
 
 def step(case: Case, ulysses: int = 1, ring: int = 1) -> cp.Outcome:
@@ -45,16 +44,10 @@ def step(case: Case, ulysses: int = 1, ring: int = 1) -> cp.Outcome:
         return out.to(q.dtype), None
 
     ALL_ATTENTION_FUNCTIONS.register("yunchang", attend)
-    model, batches, total = case.model(), case.batches(), torch.zeros(())
+    model = case.model()
     model.config._attn_implementation = "yunchang"
 
     def part(x: Tensor) -> Tensor:
         return EXTRACT_FUNC_DICT[kind](x, rank, world_size=world, rd=ring, ud=ulysses)
 
-    count = counted(batches)
-    for batch in batches:
-        ids, positions, labels = (part(x) for x in (batch["input_ids"], batch["position_ids"], shifted(batch)))
-        loss = share(model(input_ids=ids, position_ids=positions, use_cache=False).logits, labels, count)
-        loss.backward()
-        total += loss.detach()
-    return summed(model, total, case, part(torch.arange(LENGTH)[None])[0])
+    return of_parts(model, case, part)

@@ -15,7 +15,7 @@ from megatron.certifying.bisecting import FirstDifference, bisect
 from megatron.certifying.comparing import Compared, compare
 from megatron.certifying.of_torch.choices import Flip
 from megatron.certifying.processes_of_program import Processes, Run
-from megatron.certifying.recording import GRADIENT, LOSS, NORM, Program, Reference, measure, record
+from megatron.certifying.recording import GRADIENT, LOSS, NORM, Program, Recording, Reference, measure, record
 from megatron.certifying.rows import Rows, find_positions
 from megatron.certifying.scripts.printed import Printed
 from megatron.certifying.sight import Allowed, Seen, changed_by_tokens, compare_changes, rows_by_rank, tokens_to_change
@@ -208,16 +208,7 @@ def certify(
                 recorded = run(record, ranks, program, grid, True, None, choices)
             try:
                 if reference.tied or on_grid.wrong:
-                    on_grid.flips = [(rank, flip) for rank, one in enumerate(recorded) for flip in one.flips]
-                    again = compare(watched, recorded, len(sizes))
-                    if reference.tied or on_grid.flips:
-                        on_grid.compared = again
-                        on_grid.note = WITHOUT_COMPILE if recorded[0].compiled else ""
-                    wrong = [one for one in again if not one.right]
-                    if wrong:
-                        on_grid.place = bisect(watched, recorded, wrong)
-                    elif on_grid.wrong:
-                        on_grid.note = AGREES_UNCOMPILED if recorded[0].compiled else AGREES_LATER
+                    examine(on_grid, watched, recorded, len(sizes), reference.tied)
                 if sees:
                     rows = find_positions(watched.recording, recorded)
                     on_grid.seen = who_sees_whom(program, one_process, grid, rows, run, mask, layers, edges)
@@ -225,6 +216,27 @@ def certify(
                 on_grid.note = f"not examined further: {error}"
             result.append(on_grid)
     return Certificate(result)
+
+
+def examine(on_grid: OnGrid, watched: Reference, recorded: Sequence[Recording], grids: int, tied: bool) -> None:
+    """Complete what is known of a grid from a run with the choices of one process, in which modules were watched.
+
+    Args:
+        tied: rounding changes choices, so that only the numbers of this run can be compared.
+
+    Raises:
+        ValueError: the recorded numbers do not correspond.
+    """
+    on_grid.flips = [(rank, flip) for rank, one in enumerate(recorded) for flip in one.flips]
+    again = compare(watched, recorded, grids)
+    if tied or on_grid.flips:
+        on_grid.compared = again
+        on_grid.note = WITHOUT_COMPILE if recorded[0].compiled else ""
+    wrong = [one for one in again if not one.right]
+    if wrong:
+        on_grid.place = bisect(watched, recorded, wrong)
+    elif on_grid.wrong:
+        on_grid.note = AGREES_UNCOMPILED if recorded[0].compiled else AGREES_LATER
 
 
 def check_finite(reference: Reference) -> None:

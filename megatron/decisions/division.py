@@ -15,6 +15,7 @@ from math import gcd, lcm
 SCORED = 128, 1024  # queries and keys of a block of an indexer's scores
 SCORED_TOGETHER = 16  # blocks of keys whose scores Triton's kernel computes at once: it keeps no scores of heads
 GATHERED = 2**26  # numbers of chosen keys, or of parts of their gradients, that Triton's kernels write at a time
+GATHERED_ON_CPU = 2**24  # the same of PyTorch's operations
 IN_FLIGHT = 2  # device tensors whose copies to the host may be unfinished: limits the memory that they hold
 PARTS = 4  # number of parts in which a product is added to a sum of a wider dtype
 

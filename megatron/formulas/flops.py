@@ -61,8 +61,7 @@ class Flops:
 
     Attributes:
         model_gemm, model_attention: forward and backward, without recompute, as in MFU.
-        gemm, attention: executed, with recompute and the scores that attention's backward pass computes again; each TP
-            rank chooses keys itself.
+        gemm, attention: executed, with recompute and the scores that attention's backward pass computes again.
     """
 
     model_gemm: float
@@ -123,5 +122,5 @@ def step_flops(workload: Workload, strategy: Strategy) -> Flops:
         model_gemm=3 * batch * one.gemm,
         model_attention=batch * (3 * pairs + choice),
         gemm=batch * gemm,
-        attention=batch * (pairs * (run.attention + 2 + scores) + choice * run.attention * strategy.tensor),
+        attention=batch * (pairs * (run.attention + 2 + scores) + choice * run.attention),
     )

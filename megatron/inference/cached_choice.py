@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
@@ -22,6 +21,7 @@ from megatron.context_parallel.sparse_attention.choice import NOTHING, choose_ke
 from megatron.context_parallel.sparse_attention.chosen_attention import Indexer, select, sparse_attention
 from megatron.context_parallel.sparse_attention.chosen_math import Choice, Form
 from megatron.inference.kv_cache import LayerCache, merged_over_ranks
+from megatron.platform.collectives import gathered
 
 
 class CachedChoice:
@@ -105,11 +105,7 @@ class CachedChoice:
 
 def _gathered(x: Tensor, axis: Axis) -> Tensor:
     """The rows of all ranks of an axis."""
-    if axis.size == 1:
-        return x
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(parts, x.contiguous(), group=axis.group)
-    return torch.cat(parts)
+    return x if axis.size == 1 else gathered(x, axis.group)
 
 
 def keep_choices(model: nn.Module) -> list[CachedChoice]:

@@ -24,7 +24,7 @@ from megatron.context_parallel.layout.masks import Mask
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from megatron.context_parallel.layout.spans import Span, Spans, count, joined
 from megatron.context_parallel.layout.tiles import Tiles, tiles
-from megatron.platform.collectives import all_gather
+from megatron.platform.collectives import gathered
 
 BLOCK = 16
 """Decoded tokens of a block. Ring ranks keep blocks in turn, so that there are few spans, and caches of equal size."""
@@ -210,11 +210,7 @@ def merged_over_ranks(q: Tensor, out: Tensor, lse: Tensor, grid: Grid, sinks: Te
         out, lse: of this rank's keys and heads, [1, b, heads of this rank, d] and without d.
     """
     part = torch.cat((out, lse[..., None]), dim=3)  # [1, b, heads of this rank, d + 1]
-    context = grid.context.size
-    parts = part
-    if context > 1:
-        parts = part.new_empty((context, *part.shape[1:]))
-        all_gather(parts, part.contiguous(), group=grid.context.group)
+    parts = part if grid.context.size == 1 else gathered(part, grid.context.group)
     total = Accumulator(q, out.size(3))
     by_ring = parts.view(grid.ring.size, grid.ulysses.size, *part.shape[1:])  # Ulysses is innermost
     for ring in by_ring.transpose(1, 2).flatten(2, 3):

@@ -21,3 +21,17 @@ def all_gather(output: Tensor, x: Tensor, **options: Any) -> dist.Work | None:
 def reduce_scatter(output: Tensor, x: Tensor, **options: Any) -> dist.Work | None:
     """This rank's part of the sum of ``x`` over ranks into ``output``; ``options`` as of torch.distributed."""
     return getattr(dist, REDUCE_SCATTER)(output, x, **options)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of all ranks [ranks x n, ...], one rank's after the other's; ``x`` [n, ...] has as many on each."""
+    every = x.new_empty((dist.get_world_size(group) * len(x), *x.shape[1:]))
+    all_gather(every, x.contiguous(), group=group)
+    return every
+
+
+def scattered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's rows [n, ...] of the sum of ``x`` [ranks x n, ...] over ranks: the gradient of :func:`gathered`."""
+    mine = x.new_empty((len(x) // dist.get_world_size(group), *x.shape[1:]))
+    reduce_scatter(mine, x.contiguous(), group=group)
+    return mine

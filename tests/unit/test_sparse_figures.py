@@ -78,10 +78,11 @@ def test_memory_and_seconds_are_those_of_a_dry_run(one: Case) -> None:
         assert planned[name] == pytest.approx(counted[name], rel=0.15), name
 
 
-def test_flops_are_counted_on_a_cpu() -> None:
-    one = case("", replace(GLM, hidden=512, heads=8, kv_heads=8), 8, S(), itemsize=4)
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_flops_are_counted_on_a_cpu(tensor: int) -> None:
+    one = case("", replace(GLM, hidden=512, heads=8, kv_heads=8), 8, S(tensor=tensor), itemsize=4)
     flops = step_flops(one.workload, one.strategy)
-    assert flops.gemm + flops.attention == pytest.approx(run(one).trace.flops(), rel=0.06)
+    assert flops.gemm + flops.attention == pytest.approx(tensor * run(one).trace.flops(), rel=0.06)
 
 
 def test_only_layers_that_choose_have_an_indexer() -> None:

@@ -21,7 +21,7 @@ from megatron.context_parallel.attention.ring_plan import AttentionPlan, Hop, Me
 from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Spans, count, place
 from megatron.decisions.key_exchange import KEY_EXCHANGES, PASSED_ON
-from megatron.platform.collectives import all_gather, reduce_scatter
+from megatron.platform.collectives import gathered, scattered
 
 
 @dataclass
@@ -225,13 +225,10 @@ class GatherSource:
     def blocks(self, k: Tensor, v: Tensor, own: KeyGradients | None = None) -> Iterator[KeyBlock]:
         """The only block. ``own`` then gets the gradients of ``k`` and ``v``, summed in fp32 (fp64)."""
         kv = packed(k, v)
-        gathered = kv.new_empty((self.axis.size * k.size(0), *kv.shape[1:]))
-        all_gather(gathered, kv, group=self.axis.group)
-        keys = unpacked(gathered, k.size(3))
+        every = gathered(kv, self.axis.group)
+        keys = unpacked(every, k.size(3))
         grads = None if own is None else KeyGradients(*keys)
-        yield KeyBlock(*keys, self.hops[0], gathered, grads)
+        yield KeyBlock(*keys, self.hops[0], every, grads)
         if own is not None:
-            total = grads.packed()
-            mine = total.new_empty((k.size(0), *total.shape[1:]))
-            reduce_scatter(mine, total, group=self.axis.group)
+            mine = scattered(grads.packed(), self.axis.group)
             own.add((0, k.size(0)), *unpacked(mine, k.size(3)))

@@ -51,7 +51,7 @@ from megatron.context_parallel.core.expert_choice import (
 )
 from megatron.context_parallel.layout.spans import Span
 from megatron.platform.autograd import once_differentiable
-from megatron.platform.collectives import all_gather, reduce_scatter
+from megatron.platform.collectives import gathered, scattered
 from megatron.platform.core_versions import submodules_of
 from megatron.platform.hooks import replaceable
 
@@ -283,9 +283,7 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Ten
     if not most:
         return rows
     padded = torch.cat([rows, rows.new_zeros((most - rows.size(0), *rest))])
-    every = rows.new_empty((len(sizes) * most, *rest))
-    all_gather(every, padded, group=group)
-    return torch.cat([part[:size] for part, size in zip(every.split(most), sizes)])
+    return torch.cat([part[:size] for part, size in zip(gathered(padded, group).split(most), sizes)])
 
 
 def sum_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor:
@@ -296,9 +294,7 @@ def sum_rows(rows: Tensor, group: dist.ProcessGroup, sizes: list[int]) -> Tensor
     padded = torch.cat(
         [part for own in rows.split(sizes) for part in (own, rows.new_zeros((most - own.size(0), *rest)))]
     )
-    mine = rows.new_empty((most, *rest))
-    reduce_scatter(mine, padded, group=group)
-    return mine[: sizes[group.rank()]]
+    return scattered(padded, group)[: sizes[group.rank()]]
 
 
 class AllToAll(MoEAlltoAllTokenDispatcher):

@@ -31,7 +31,7 @@ from megatron.context_parallel.layout.grid import Axis
 from megatron.context_parallel.layout.spans import Span
 from megatron.decisions.division import PARTS, pieces_together
 from megatron.platform.autograd import autocast_inputs, once_differentiable, refuse_transforms, without_autocast
-from megatron.platform.collectives import all_gather, reduce_scatter
+from megatron.platform.collectives import gathered, scattered
 from megatron.platform.hooks import replaceable
 from megatron.platform.streams import runs_triton
 
@@ -477,19 +477,15 @@ def all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
 
 def gather(part: Tensor, tensor: Axis) -> Tensor:
     """All-gather of [n, b, h] over TP along the first dimension."""
-    gathered = part.new_empty((tensor.size * part.size(0), *part.shape[1:]))
-    all_gather(gathered, part.contiguous(), group=tensor.group)
-    return gathered
+    return gathered(part, tensor.group)
 
 
 def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:
     """Sum of the TP ranks' gradients of the same tokens; with ``scatter`` each rank gets the sum for its own tokens."""
     if tensor.size == 1:
         return grad
+    if scatter:
+        return scattered(grad, tensor.group)
     grad = grad.contiguous()
-    if not scatter:
-        dist.all_reduce(grad, group=tensor.group)
-        return grad
-    mine = grad.new_empty((grad.size(0) // tensor.size, *grad.shape[1:]))
-    reduce_scatter(mine, grad, group=tensor.group)
-    return mine
+    dist.all_reduce(grad, group=tensor.group)
+    return grad

@@ -20,7 +20,7 @@ from megatron.context_parallel.layout.spans import Span, Spans, positions, posit
 from megatron.context_parallel.layout.tree import segment_ends
 from megatron.decisions.division import length_unit
 from megatron.platform.autograd import once_differentiable, refuse_transforms
-from megatron.platform.collectives import all_gather, reduce_scatter
+from megatron.platform.collectives import gathered, scattered
 
 Balance = Literal["zigzag", "contiguous", "documents"]
 KEPT = 64  # layouts of batches of documents that a layout remembers
@@ -243,24 +243,17 @@ class SequenceLayout:
     def sum_parts(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of the sum over all ranks of a complete ``x``: the gradient of :meth:`gather`."""
         parts = x.movedim(dim, 0)[self.order.to(x.device)].contiguous()
-        mine = parts
-        if self.grid.context.size > 1:
-            mine = parts.new_empty((self.local_length, *parts.shape[1:]))
-            reduce_scatter(mine, parts, group=self.grid.context.group)
-        return mine.movedim(0, dim)
+        context = self.grid.context
+        return (parts if context.size == 1 else scattered(parts, context.group)).movedim(0, dim)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
         ctx.dim, ctx.layout = dim, layout
-        order = layout.order.to(x.device)
+        order, context = layout.order.to(x.device), layout.grid.context
         x = x.movedim(dim, 0).contiguous()
-        parts = x.new_empty((layout.seq_length, *x.shape[1:]))
-        if layout.grid.context.size == 1:
-            parts = x
-        else:
-            all_gather(parts, x, group=layout.grid.context.group)
+        parts = x if context.size == 1 else gathered(x, context.group)
         complete = torch.empty_like(parts)
         complete[order] = parts
         return complete.movedim(0, dim)

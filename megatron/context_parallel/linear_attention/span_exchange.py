@@ -26,7 +26,7 @@ from megatron.context_parallel.linear_attention.rules import LinearRule
 from megatron.context_parallel.linear_attention.span_maps import apply_map, apply_map_grad
 from megatron.decisions.state_exchange import SpanCounts
 from megatron.platform.autograd import without_autocast
-from megatron.platform.collectives import all_gather
+from megatron.platform.collectives import gathered
 
 Ends = tuple[tuple[int, ...], ...]
 """One past the last token of each document, or a tree: one for all samples, or one for each; () for one document."""
@@ -221,8 +221,7 @@ def _gathered(
     mine = empty.new_zeros((slots, *empty.shape[:-1], columns))
     for slot, place in enumerate(by_rank[axis.rank]):
         mine[slot] = maps[place.index]
-    every = mine.new_empty((axis.size * slots, *mine.shape[1:]))
-    all_gather(every, mine, group=axis.group)
+    every = gathered(mine, axis.group)
     return {place: every[r * slots + slot] for r, places in enumerate(by_rank) for slot, place in enumerate(places)}
 
 

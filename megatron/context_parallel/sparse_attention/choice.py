@@ -30,7 +30,7 @@ from megatron.context_parallel.sparse_attention.blocks_of_scores import (
 )
 from megatron.decisions.division import SCORED_TOGETHER
 from megatron.platform.autograd import without_autocast
-from megatron.platform.collectives import all_gather
+from megatron.platform.collectives import gathered
 
 NOTHING = -(2**63)
 LAST = 2**32 - 1
@@ -129,9 +129,9 @@ def choose_among(
 def _choose_together(
     q: Tensor, complete: Tensor, weights: Tensor, spans: Spans, group: Any, how: dict[str, Any]
 ) -> Tensor:
-    """:func:`choose_among`; each rank of ``group`` computes the scores of two parts of the queries.
+    """:func:`choose_among`, shared by the ranks of ``group``.
 
-    Later queries read more keys. Therefore one of the parts is as far from the first as the other from the last.
+    Each has an early and a late part of the queries, because later ones read more keys.
     """
     ranks, rank = group.size(), group.rank()
     each = -(-len(q) // (2 * ranks))
@@ -141,11 +141,8 @@ def _choose_together(
         own = slice(*rows)
         part = choose_among(q[own], complete, weights[own], spans=positions_of([rows], spans), **how)
         parts.append(functional.pad(part, (0, 0, 0, 0, 0, each - len(part)), value=-1))
-    mine = torch.cat(parts)
-    every = mine.new_empty((ranks * len(mine), *mine.shape[1:]))
-    all_gather(every, mine, group=group)
-    first, second = every.unflatten(0, (ranks, 2, each)).unbind(1)
-    return torch.cat((first, second.flip(0))).flatten(0, 1)[: len(q)]
+    early, late = gathered(torch.cat(parts), group).unflatten(0, (ranks, 2, each)).unbind(1)
+    return torch.cat((early, late.flip(0))).flatten(0, 1)[: len(q)]
 
 
 def _highest(ranked: Sequence[Tensor], top_k: int) -> Tensor:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ENTRIES = 2**24  # of the keys gathered at a time
+from megatron.decisions.division import GATHERED_ON_CPU
+
+ENTRIES = GATHERED_ON_CPU  # of the keys gathered at a time
 
 
 class Choice(NamedTuple):

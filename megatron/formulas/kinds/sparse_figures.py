@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from megatron.decisions.division import GATHERED
+from megatron.decisions.division import GATHERED, GATHERED_ON_CPU
 from megatron.formulas.kinds.latent_figures import Latent
 from megatron.formulas.sizes import WIDE, Tensor, sizes_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
 
 INT32 = 4
-GATHERED_ON_CPU, PARTS = 2**24, 4  # numbers, and tensors of so many, that PyTorch's operations make at a time
+PARTS = 4  # tensors of gathered numbers that PyTorch's operations make
 
 
 @dataclass(frozen=True)

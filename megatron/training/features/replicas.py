@@ -26,7 +26,7 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT
-from megatron.platform.collectives import all_gather
+from megatron.platform.collectives import gathered
 from megatron.training.checkpoint import checkpoint
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.job import Job
@@ -89,8 +89,7 @@ def _compare(
     if not named or group.size() == 1:
         return
     own = torch.stack([bits(parameter) for _, parameter in named])
-    table = own.new_empty(group.size() * len(named))
-    all_gather(table, own, group=group)
+    table = gathered(own, group)
     ranks = dist.get_process_group_ranks(group)
     for (name, _), sums in zip(named, table.view(group.size(), -1).t().tolist()):
         usual, count = Counter(sums).most_common(1)[0]

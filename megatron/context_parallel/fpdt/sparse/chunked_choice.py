@@ -37,7 +37,7 @@ from megatron.context_parallel.sparse_attention.chosen_attention import (
 )
 from megatron.context_parallel.sparse_attention.chosen_math import ENTRIES, Choice, Form
 from megatron.context_parallel.sparse_attention.index_loss import Indexer, index_loss, index_loss_grads
-from megatron.platform.collectives import all_gather, reduce_scatter
+from megatron.platform.collectives import gathered, scattered
 from megatron.platform.streams import to_device
 
 
@@ -137,20 +137,12 @@ class _Pass:
     def _gathered(self, x: Tensor) -> Tensor:
         """A chunk of all ranks."""
         axis = self.layout.grid.context
-        if axis.size == 1:
-            return x.contiguous()
-        result = x.new_empty((len(x) * axis.size, *x.shape[1:]))
-        all_gather(result, x.contiguous(), group=axis.group)
-        return result
+        return x.contiguous() if axis.size == 1 else gathered(x, axis.group)
 
     def _own_sum(self, x: Tensor) -> Tensor:
         """This rank's rows of the sum over ranks of a chunk of all ranks."""
         axis = self.layout.grid.context
-        if axis.size == 1:
-            return x
-        result = x.new_empty((len(x) // axis.size, *x.shape[1:]))
-        reduce_scatter(result, x.contiguous(), group=axis.group)
-        return result
+        return x if axis.size == 1 else scattered(x, axis.group)
 
     def _pieces(self, chosen: Tensor, keys: Sequence[int]) -> list[Choice]:
         """A choice (places, ascending) among the keys of each of these chunks."""

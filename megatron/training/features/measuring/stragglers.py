@@ -16,7 +16,7 @@ from traceback import walk_stack
 import torch
 import torch.distributed as dist
 
-from megatron.platform.collectives import all_gather
+from megatron.platform.collectives import gathered
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.features.heartbeat import is_waiting
 from megatron.training.job import Job
@@ -279,9 +279,7 @@ class Stragglers:
     def report(self) -> str:
         """A line that names slow ranks, or nothing. All ranks call it."""
         own = torch.tensor(self.clock.result(), dtype=torch.float64, device=self.device)
-        table = own.new_empty(2 * dist.get_world_size())
-        all_gather(table, own)
-        times, known = table.view(-1, 2).t().tolist()
+        times, known = gathered(own, None).view(-1, 2).t().tolist()
         if not all(known):
             return ""
         self.clock.start_again()
