@@ -38,7 +38,7 @@ class Outcome:
             is a number that was rounded to its last digit.
         gradients: of the first step, of whole parameters, before clipping. Default: ``.grad`` of the parameters, read
             before the first step of an optimizer; without an optimizer, at the end.
-        norm: gradient norm by which the gradients were clipped. Default: as torch clips them.
+        norm: gradient norm by which the gradients were clipped. Default: that of torch's clip_grad_norm_.
         updates: changes of whole parameters. Default: those made by the steps of an optimizer.
         positions: positions of this rank's tokens in the sequence, in local order; or such a tensor for each length
             that activations have. Default: derived from the activations of the first module.
@@ -267,7 +267,7 @@ class _Call:
 def _watched(inside: list[int]) -> Iterator[list[_Call]]:
     """Record the modules' calls before an optimizer steps, in the order in which they end: children before parents.
 
-    ``inside`` always has the modules that run.
+    ``inside`` is kept as the ids of the modules that run.
     """
     calls: list[_Call] = []
     inputs: dict[int, list[Tensor | None]] = {}

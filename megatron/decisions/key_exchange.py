@@ -15,8 +15,8 @@ class KeyExchange:
         says: what it does, for ``--help``.
         source: "module:class" in context_parallel/attention/, a :class:`KeySource` of ring.py.
         work: module in simulator/cost/kinds/ with ``ring_forward`` and ``ring_backward``.
-        held: blocks of a rank's keys and values that the backward pass needs more than on one rank: of the ring's size
-            and of the size of a gradient's sum over that of a key; None: formulas/kinds/attention_figures.py has them.
+        held: (ring ranks, bytes of a sum of gradients over those of its keys) -> memory of the backward pass beyond
+            that on one rank, in units of a rank's keys and values; None: formulas/kinds/attention_figures.py has it.
         in_chunks: keys can be sent chunk by chunk, as FPDT does.
     """
 
