@@ -1,134 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-Next is the model of transformers: converted in both directions, trained here, and over ranks there."""
+"""Qwen3-Next is converted in both directions; hybrids of transformers over ranks are those of one process."""
 
 from __future__ import annotations
 
 import filecmp
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, parallelize
-from megatron.training.families.architectures import described, pieces
-from megatron.training.families.llama import llama_weights
+from megatron.training.families.architectures import described
+from tests.distributed import test_architectures as architectures
 from tests.distributed.test_hugging_face import over_ranks
-from tests.distributed.training_runs import compare_gradients, make_job, train_job
 from tests.errors import worst
 from tests.families import small_model
 from tests.hugging_face import LENGTH, SIZES, draw_weights, errors, on_one_process, whole_batch
 from tests.pairs import also_in_full
 from tools.convert_hf import main as convert
 
-WORDS, HEADS = 301, {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                     "linear_value_head_dim": 12}  # fmt: skip
-CONFIG: dict[str, Any] = HEADS | {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": WORDS, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 24,
-    "tie_word_embeddings": False, "pad_token_id": None,
-}  # fmt: skip
-FLAGS = (
-    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 --kv-channels 32 --position-embedding-type rope --rotary-percent 0.25 "
-    "--normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear --apply-layernorm-1p --qk-layernorm "
-    "--attention-output-gate --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 2 "
-    "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 12 --num-experts 4 "
-    "--moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate "
-    "--vocab-size 300"
-)
-T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-U2, R2, EP2 = "--ulysses-parallel-size 2", "--ring-parallel-size 2", "--expert-model-parallel-size 2"
-GRIDS = {"one process": (1, ""), "U2 x R2": (4, f"{U2} {R2}"), "TP 2 x EP 2 x R 2": (4, f"{T2} {EP2} {R2}")}
-
-
-def theirs(**changes: Any) -> torch.nn.Module:
-    torch.manual_seed(3)
-    config = AutoConfig.for_model("qwen3_next", **(CONFIG | changes))
-    model = draw_weights(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm.weight" in name and "linear_attn" not in name:
-                parameter.sub_(1)
-    return model
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """The model as transformers saves it, and converted."""
-    source, ours = tmp_path_factory.mktemp("hf"), tmp_path_factory.mktemp("ours") / "model"
-    theirs().save_pretrained(source)
-    assert convert(["--from-hf", str(source), "--to", str(ours)]) == 0
-    return source, ours
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
+CONFIG = architectures.KINDS["qwen3_next"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_experts": 0}], ids=["experts", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_both_directions_keep_every_bit(tmp_path, changes, dtype):
     hf, ours, back = (str(tmp_path / name) for name in ("hf", "ours", "back"))
-    theirs(**changes).to(dtype).save_pretrained(hf)
+    architectures.random_model("qwen3_next", CONFIG | changes).to(dtype).save_pretrained(hf)
     assert convert(["--from-hf", hf, "--to", ours]) == 0
     assert convert(["--from", ours, "--to-hf", back]) == 0
     for file in Path(hf).iterdir():
         assert filecmp.cmp(file, Path(back) / file.name, shallow=False), file.name
-
-
-def by_our_names(tensors: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients of transformers' model, by the names and in the order of our model."""
-    model, parts = described(config, "config.json"), {}
-    for piece in pieces(model, ()):
-        rows = llama_weights.fuse(replace(piece, minus_one=False), [_of(tensors, name) for name in piece.names], 2)
-        name = piece.key.replace("linear_qkv.layer_norm_", "").replace("in_proj.layer_norm_", "")
-        name = name.replace("self_attention.weight", "input_layernorm.weight")
-        name = name.replace("experts.experts", f"experts.local_experts.{piece.expert}")
-        parts.setdefault(name, []).append(rows)
-    return {name: torch.cat(rows) for name, rows in parts.items()}
-
-
-def _of(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """A tensor as the files name it; in the model all experts are in one."""
-    if name in tensors:
-        return tensors[name]
-    stem, number, kind, _ = name.rsplit(".", 3)
-    if kind == "down_proj":
-        return tensors[f"{stem}.down_proj"][int(number)]
-    return tensors[f"{stem}.gate_up_proj"][int(number)].chunk(2)[kind == "up_proj"]
-
-
-def ours(flags: str, folder: str) -> dict[str, Any]:
-    """Logits, loss and gradients of the first batch."""
-    job = make_job(f"{flags} --load {folder} --finetune", llama=False)
-    sets, layout = job.datasets[0], job.runtime.layout
-    whole = [sets[index] for index in range(job.config.data.global_batch_size)]
-    tokens, labels = (torch.stack([torch.as_tensor(one[name]) for one in whole]) for name in ("tokens", "labels"))
-    (chunk,) = (one.module for one in job.model_chunks)
-    with torch.no_grad():
-        logits = chunk.eval()(layout.shard(tokens, 1), layout.positions[None].expand(len(tokens), -1), None)
-    chunk.train()
-    losses, _, grads = train_job(job, 1)
-    return {"logits": layout.gather(logits, 1), "loss": losses[0], "grads": grads, "tokens": tokens, "labels": labels}
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.usual(0)
-def test_it_is_the_model_of_transformers(pool, folders, grid):
-    world, flags = GRIDS[grid]
-    results, one = pool.run(ours, world, f"{FLAGS} {flags}", str(folders[1]), timeout=120), theirs()
-    logits = one(results[0]["tokens"]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), results[0]["labels"].flatten())
-    loss.backward()
-    wanted = by_our_names({name: parameter.grad for name, parameter in one.named_parameters()}, one.config.to_dict())
-    for mine in results:
-        assert mine["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        if "--tensor" not in flags:
-            assert float((mine["logits"][..., :WORDS] - logits).abs().max() / logits.abs().max()) < 1e-4
-    compare_gradients([mine["grads"] for mine in results], wanted, 1e-4, padded=True)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -241,7 +147,7 @@ def test_a_config_that_is_refused(change, message):
 
 
 def test_a_norm_that_cannot_be_stored_minus_one_is_refused(tmp_path, capsys):
-    model = theirs(num_experts=0).to(torch.bfloat16)
+    model = architectures.random_model("qwen3_next", CONFIG | {"num_experts": 0}).to(torch.bfloat16)
     with torch.no_grad():
         model.model.layers[0].linear_attn.norm.weight.fill_(0.001)
     model.save_pretrained(tmp_path / "hf")

@@ -15,19 +15,16 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.distributed import test_architectures, test_gemma
-from tests.distributed.test_architectures import SIZES, T2
-from tests.distributed.training_runs import RUN, train_job
+from tests.distributed import test_architectures
+from tests.distributed.test_architectures import SIZES
+from tests.distributed.training_runs import RUN, SP, train_job
 from tests.hugging_face import save_model
 from tools.convert_hf import main as convert
 
 WINDOWS = {"sliding_window": 12, "num_hidden_layers": 3}
 SWITCHED = WINDOWS | {"use_sliding_window": True, "max_window_layers": 1}
 KINDS: dict[str, dict[str, Any]] = {
-    "gemma3_text": test_gemma.KINDS["gemma3_text"],
-    "gemma2": test_gemma.KINDS["gemma2"],
-    "olmo3": test_architectures.KINDS["olmo3"],
-    "gpt_oss": test_architectures.KINDS["gpt_oss"],
+    **{kind: test_architectures.KINDS[kind] for kind in ("gemma3_text", "gemma2", "olmo3", "gpt_oss")},
     "mistral": SIZES | WINDOWS,
     "phi3": SIZES | WINDOWS,
     "mixtral": SIZES | WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -98,7 +95,7 @@ def test_a_model_is_the_same_at_every_door(pool, tmp_path, kind):
         doors["not converted"] = f"--load {source} {common}"
     losses, read = pool.run(first_losses, 1, doors, str(kept), timeout=120)[0]
     if kind in ON_TP:
-        split, _ = pool.run(first_losses, 2, {"TP 2": f"{T2} {doors['fine-tuned']}"}, str(kept) + "2", timeout=120)[0]
+        split, _ = pool.run(first_losses, 2, {"TP 2": f"{SP} {doors['fine-tuned']}"}, str(kept) + "2", timeout=120)[0]
         losses |= split
     assert convert(["--from", str(kept), "--to-hf", str(back)]) == 0
     wanted = of_transformers(source, *read)

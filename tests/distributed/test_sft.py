@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from megatron.training.refusal import Refusal
 from tests.chats import CHATML, make_tokenizer, write_chats
+from tests.distributed.test_architectures import DEEPSEEK
 from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES
-from tests.distributed.test_llama import V3
 from tests.distributed.training_runs import LLAMA, make_job, train_job
 from tests.hugging_face import save_model
 from tests.pairs import also_in_full
@@ -203,7 +203,6 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 FPDT = "--fpdt --fpdt-chunk-size 16"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.02 --lora-targets linear_qkv linear_proj"
 EP2 = "--expert-model-parallel-size 2"
-DEEPSEEK_SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4, "vocab_size": 301}
 LATENTS = (
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 16 --qk-layernorm"
@@ -509,7 +508,7 @@ def test_adapters_of_a_deepseek(pool, tmp_path):
     """Adapters of latent attention, trained on TP 2 x Ring 2: the loss of the merged model, and PEFT's file."""
     from tools.convert_hf import main
 
-    save_model(tmp_path / "hf", "deepseek_v3", V3 | DEEPSEEK_SIZES)
+    save_model(tmp_path / "hf", "deepseek_v3", DEEPSEEK | {"num_hidden_layers": 4})
     flags = f"--model hf:{tmp_path / 'hf'} {LORA} --lora-targets linear_qkv linear_proj --lr 1e-2 {COMMON}"
     grid = f"{T2} {SP} {R2_OF_LORA} {SENT}"
     assert main(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "base")]) == 0

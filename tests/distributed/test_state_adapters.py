@@ -133,7 +133,7 @@ NEMOTRON = {name: size for name, size in architectures.KINDS["nemotron_h"].items
 }  # fmt: skip
 KINDS = {
     "qwen3_next": (
-        test_qwen3_next.CONFIG | {"num_attention_heads": 8},
+        architectures.KINDS["qwen3_next"] | {"num_attention_heads": 8},
         "--lora-targets linear_qkv linear_proj in_proj out_proj",
     ),
     "nemotron_h": (NEMOTRON, ""),
