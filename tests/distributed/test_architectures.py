@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings, llama_weights
 from tests.distributed.pool import RankError
-from tests.distributed.test_checkpoint import resume, train_and_save
 from tests.distributed.training_runs import (
     A2A,
     FULL,
@@ -36,7 +35,9 @@ from tests.distributed.training_runs import (
     ep,
     fpdt,
     make_job,
+    resume,
     run_training,
+    train_and_save,
     train_job,
 )
 from tests.hugging_face import draw_weights
@@ -268,6 +269,8 @@ def by_our_names(folder: Path, grads: dict[str, torch.Tensor]) -> dict[str, torc
             halves = zip(("gate_proj", "up_proj"), one.chunk(2)) if kind == "gate_up_proj" else [(kind, one)]
             alone |= {f"{stem}.experts.{number}.{part}.weight": half for part, half in halves}
     grads, model, rows = grads | alone, described(folder), {}
+    for there, here in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"), ("mlp.", "block_sparse_moe.")):
+        grads |= {name.replace(there, here): grad for name, grad in grads.items()}  # Mixtral's names
     for piece in architectures.pieces(model, ()):
         if piece.wide or ".indexer." in piece.key:  # a bias of experts, and what transformers does not train
             continue

@@ -26,7 +26,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, DataConfig
 from megatron.training.watch import LEAST, Watch
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
-from tests.distributed.training_runs import make_job
+from tests.distributed.training_runs import make_job, run_loop
 from tests.patience import patience
 from tests.program import run_ranks
 
@@ -231,8 +231,6 @@ class Poisoned(Dataset):
 
 def train(flags: str, folder: str, number: int = 9, kind: str = "infinite") -> tuple[dict[int, float], str, list]:
     """Losses by iteration, how the run ended, and its weights."""
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter
     from megatron.training.step import Diverged
 
@@ -241,13 +239,12 @@ def train(flags: str, folder: str, number: int = 9, kind: str = "infinite") -> t
         job.datasets = (Poisoned(job.datasets[0], number, kind), None, None)
     first = job.progress.iteration
     reporter = Reporter(job.config, active=dist.get_rank() == 0, first_iteration=first, last_iteration=job.iterations)
-    stopper, ended = Stopper(job.runtime.device, None), ""
+    ended = ""
     try:
-        training_loop(job, reporter, stopper)
+        run_loop(job, reporter)
     except Diverged as error:
         ended = str(error)
     finally:
-        stopper.restore()
         reporter.close()
     dist.barrier()
     rows = [json.loads(line) for line in Path(folder, "log.jsonl").read_text().splitlines()]

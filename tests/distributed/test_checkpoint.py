@@ -13,30 +13,21 @@ import psutil
 import pytest
 
 from tests.distributed.pool import fork_server
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import (
+    make_job,
+    refusal_of,
+    resume,
+    save_job,
+    train_and_save,
+    train_job,
+    weights_of,
+)
 from tests.pairs import also_in_full
 
 GQA = "--group-query-attention --num-query-groups 2"
 T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
 P2 = "--pipeline-model-parallel-size 2"
-
-
-def train_and_save(flags, folder, steps_before, steps_after):
-    """Train, save and continue; returns the losses after the save."""
-    from megatron.training.checkpoint import checkpoint
-
-    job = make_job(flags)
-    before, _, _ = train_job(job, steps_before)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
-    after, _, _ = train_job(job, steps_after)
-    return before, after
-
-
-def resume(flags, folder, steps):
-    job = make_job(f"{flags} --load {folder}")
-    first = job.progress.iteration
-    return first, train_job(job, steps)[0]
 
 
 @pytest.mark.parametrize(
@@ -122,26 +113,20 @@ def test_any_grid_reads_what_another_wrote(pool, saved, saved_on, loaded_on):
 
 def sinks_of(job):
     """This rank's learned sinks, by (layer of the model, head of the model)."""
-    from megatron.training.checkpoint.checkpoint import unwrap
-    from megatron.training.model.weights import canonical_parameters
-
     result = {}
-    for chunk in job.model_chunks:
-        for name, parameter in canonical_parameters(unwrap(chunk)):
-            if name.endswith("softmax_offset"):
-                first = job.runtime.grid.tensor.rank * len(parameter)
-                result |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
+    for name, parameter in weights_of(job).items():
+        if name.endswith("softmax_offset"):
+            first = job.runtime.grid.tensor.rank * len(parameter)
+            result |= {(name, first + head): value for head, value in enumerate(parameter.tolist())}
     return result
 
 
 def train_sinks(flags, folder, steps_before, steps_after):
     """Train and save in ``folder``, or load from there; then continue. Returns the sinks at both times."""
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(flags)
     train_job(job, steps_before)
     if steps_before:
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
     there = sinks_of(job)
     train_job(job, steps_after)
     return there, sinks_of(job)
@@ -174,18 +159,15 @@ def test_learned_sinks_go_from_grid_to_grid(pool, tmp_path, world, saved_on, loa
 
 def save_where_files_cannot_grow(flags, folder):
     """Save once, then again with a limit on file sizes, as on a full disk; the message of the failure."""
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(flags)
     train_job(job, 1)
-    state = (job.model_chunks, job.optimizer, job.schedule, job.config)
-    checkpoint.save(folder, job.progress, *state)
+    save_job(folder, job)
     train_job(job, 1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
-        checkpoint.save(folder, job.progress, *state)
+        save_job(folder, job)
     except OSError as error:
         return str(error)
     finally:
@@ -337,16 +319,6 @@ def _session_of(pid):
         return None
 
 
-def refusal_of(flags):
-    from megatron.training.refusal import Refusal
-
-    try:
-        make_job(flags)
-    except Refusal as refusal:
-        return str(refusal)
-    return None
-
-
 def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(pool, tmp_path):
     folder = str(tmp_path)
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
@@ -408,14 +380,12 @@ def test_older_checkpoints_are_removed(tmp_path, keep, multiple_of, left):
 
 def train_on_tokens(flags, folder, steps):
     """Train and save; returns (iterations of the run, learning rates)."""
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(flags)
     rates = []
     for _ in range(steps):
         rates.append(job.optimizer.param_groups[0]["lr"])
         train_job(job, 1)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
     return job.iterations, rates, job.progress.consumed_train_tokens
 
 

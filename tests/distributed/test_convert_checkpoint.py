@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed import megatron_lm
 from tests.distributed.test_megatron_checkpoints import FLAGS, P2, T2, V2
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import make_job, refusal_of, resume, train_job
 from tools import convert_checkpoint, convert_hf
 
 BEFORE_CORE = {
@@ -147,11 +147,6 @@ def universal(flags, folder, llama, piped, more=0):
     return megatron_lm.train(run, 1)[0]
 
 
-def first_loss(flags, folder, llama=True):
-    job = make_job(f"{flags} --load {folder} --finetune", llama)
-    return job.progress.iteration, train_job(job, 1)[0][0]
-
-
 FORMS = [
     (torch_format, 4, f"{FLAGS} {T2} {P2}", (True, True)),
     (before_core, 1, MHA, (False, 0)),
@@ -172,12 +167,13 @@ def test_converted_weights_compute_what_they_did(pool, tmp_path, capsys, write, 
     assert convert_checkpoint.main(["--from", str(old), "--to", str(new)]) == 0, capsys.readouterr().err
     assert "--num-layers 4 --hidden-size 32" in capsys.readouterr().out
     model_flags = MHA if flags.startswith(MHA) else FLAGS
-    first, ours = pool.run(first_loss, 2, f"{model_flags} --ring-parallel-size 2", str(new), how[0])[0]
+    flags = f"{model_flags} --ring-parallel-size 2 --finetune"
+    first, (ours,) = pool.run(resume, 2, flags, str(new), 1, how[0])[0]
     assert first == 0
     assert ours == pytest.approx(theirs, rel=1e-5)
     if write is universal and how == (True, True):
         assert there_and_back(new, tmp_path) == 4 * 6 + 3  # every weight, bit for bit
-    with_optimizer = pool.run(message, 1, model_flags, str(new), how[0])[0]
+    with_optimizer = pool.run(refusal_of, 1, f"{model_flags} --load {new}", how[0])[0]
     assert "no optimizer state: pass --finetune" in with_optimizer
 
 
@@ -200,10 +196,8 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and f"{file} is not what was written (the CRC-32 of its record " in line
     if write is universal:
-        assert (
-            f"{file} is not what was written"
-            in pool.run(message, 1, f"{FLAGS} --universal-checkpoint", str(old), True)[0]
-        )
+        refused = pool.run(refusal_of, 1, f"{FLAGS} --universal-checkpoint --load {old}")[0]
+        assert f"{file} is not what was written" in refused
     flip(file)
     assert convert_checkpoint.main(["--from", str(old), "--to", str(tmp_path / "new")]) == 0
     assert "not checked" not in capsys.readouterr().out
@@ -212,9 +206,8 @@ def test_a_flipped_bit_is_found_by_the_sums_that_torch_writes(pool, tmp_path, ca
     data = bytearray((new / "__0_0.distcp").read_bytes())
     data[len(data) // 2] ^= 1 << 6
     (new / "__0_0.distcp").write_bytes(data)
-    line = pool.run(message, 1, f"{MHA if write is before_core else FLAGS} --finetune", str(tmp_path / "new"), how[0])[
-        0
-    ]
+    flags = f"{MHA if write is before_core else FLAGS} --finetune --load {tmp_path / 'new'}"
+    (line,) = pool.run(refusal_of, 1, flags, how[0])
     assert f"{new}/__0_0.distcp is not what was written (the CRC-32 of its record" in line
 
 
@@ -276,16 +269,6 @@ def there_and_back(folder, scratch):
     return same
 
 
-def message(flags, folder, llama):
-    from megatron.training.refusal import Refusal
-
-    try:
-        make_job(f"{flags} --load {folder}", llama)
-    except Refusal as refusal:
-        return str(refusal)
-    return None
-
-
 # Checkpoints of earlier versions continue with the same losses on any grid.
 
 
@@ -298,11 +281,6 @@ OLD_FLAGS = (
     "--train-iters 6 --vocab-size 31 --make-vocab-size-divisible-by 1"
 )
 LOSSES = [3.1767651587724686, 3.1325147300958633, 3.1376088932156563]  # of that commit, one process without a break
-
-
-def continue_old(flags: str) -> tuple[int, list[float]]:
-    job = make_job(flags)
-    return job.progress.iteration, train_job(job, 3)[0]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +299,6 @@ def continue_old(flags: str) -> tuple[int, list[float]]:
 def test_a_checkpoint_of_november_2026_continues(pool, tmp_path, world, grid):
     with tarfile.open(OLD) as archive:
         archive.extractall(tmp_path, filter="data")
-    for first, losses in pool.run(continue_old, world, f"{OLD_FLAGS} {grid} --load {tmp_path}"):
+    for first, losses in pool.run(resume, world, f"{OLD_FLAGS} {grid}", str(tmp_path), 3):
         assert first == 3
         assert losses == pytest.approx(LOSSES, rel=1e-5)

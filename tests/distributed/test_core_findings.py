@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from megatron.training.settings.models import LLAMA_DEFAULTS
-from tests.distributed.training_runs import RUN, SHAPE, first_gradients, make_job
+from tests.distributed.training_runs import RUN, SHAPE, data_of, evaluated_loss, first_gradients, make_job, take_steps
 
 MODEL = "--num-layers 2 --softmax-type learnable --qk-layernorm --eod-mask-loss --attention-kernel math"
 TENSOR, RING, DATA = "--tensor-model-parallel-size 2", "--ring-parallel-size 2", ""
@@ -26,9 +26,6 @@ TENSOR, RING, DATA = "--tensor-model-parallel-size 2", "--ring-parallel-size 2",
 
 def run(flags: str, change: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Losses and norms of two steps, the gradients of the first, and two evaluations of two batches after it."""
-    from megatron.training.job import batches_for
-    from megatron.training.step import evaluate, train_step
-
     job = make_job(f"{MODEL} {flags}")
     if change is not None:
         change(job)
@@ -36,11 +33,11 @@ def run(flags: str, change: Callable[[Any], None] | None = None) -> dict[str, An
         for name, parameter in chunk.named_parameters():
             if name.endswith("softmax_offset"):  # larger, so that an error in them changes the norm
                 parameter.register_hook(lambda gradient: 1000 * gradient)
-    batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
+    batches = data_of(job)
     with first_gradients(job) as gradients:
-        steps = [train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)]
-    evaluated = [evaluate(job.runtime, job.model_chunks, batches, job.config, count, 2).lm_loss for _ in range(2)]
-    steps.append(train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count))
+        steps = take_steps(job, 1, batches)
+    evaluated = [evaluated_loss(job, batches, iterations=2) for _ in range(2)]
+    steps += take_steps(job, 1, batches)
     numbers = [step.lm_loss for step in steps], evaluated, [step.grad_norm for step in steps]
     return {"losses": numbers[0], "evaluated": numbers[1], "norms": numbers[2], "gradients": gradients}
 
@@ -152,15 +149,13 @@ def test_finding_2_logits_stay_split(pool) -> None:
 
 def padding_masks() -> list[tuple[int, int]]:
     """Findings 5 and 10: (tokens, tokens of the padding mask) that each router of this rank gets."""
-    from megatron.training.job import batches_for
     from megatron.training.model.expert_load import routers
-    from megatron.training.step import evaluate
 
     flags = f"{TENSOR} --sequence-parallel --num-experts 4 --moe-ffn-hidden-size 32 --eod-mask-loss"
     job, seen = make_job(f"--num-layers 2 {flags}"), []
     for router in routers(job.model_chunks):
         router.register_forward_pre_hook(lambda _, args: seen.append((args[0].size(0), args[1].size(0))))
-    evaluate(job.runtime, job.model_chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1)
+    evaluated_loss(job, count=1)
     return seen
 
 

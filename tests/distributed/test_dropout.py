@@ -4,7 +4,20 @@
 import pytest
 
 from tests.distributed.test_training import BLOCK, GPT, GQA, MHA, check, cp
-from tests.distributed.training_runs import FULL, P2, SELECTIVE, SP, V2, ZERO1, ZERO3, make_job, run_training
+from tests.distributed.training_runs import (
+    FULL,
+    P2,
+    SELECTIVE,
+    SP,
+    V2,
+    ZERO1,
+    ZERO3,
+    data_of,
+    evaluated_loss,
+    make_job,
+    run_training,
+    take_steps,
+)
 from tests.pairs import quick_too
 
 BOTH = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -72,14 +85,8 @@ def test_the_smallest_dropout_changes_little(on_one_process):
 
 def evaluation_losses(flags):
     """The loss of an evaluation before training, and of the first training step."""
-    from megatron.training.job import batches_for
-    from megatron.training.step import evaluate, train_step
-
     job = make_job(f"{flags} --eval-iters 1")
-    batch = (job.config, job.batch_sizes.get())
-    held_out = evaluate(job.runtime, job.model_chunks, batches_for(job, job.datasets[1], 0, 0), *batch, 1).lm_loss
-    train = batches_for(job, job.datasets[0], 0, 0)
-    return held_out, train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, train, *batch).lm_loss
+    return evaluated_loss(job, data_of(job, 1)), take_steps(job)[0].lm_loss
 
 
 @pytest.mark.parametrize("memory", ["", FPDT])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, data_of, make_job, take_steps
 from tests.pairs import by_pairs, settings
 
 BIGGER = "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
@@ -163,21 +163,17 @@ def choose(router, busy):
 def watch(flags, llama, busy):
     """Peaks of a step of the real program, and what it sends and computes, on this rank."""
     from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
-    from megatron.training.job import batches_for
     from megatron.training.model.expert_load import routers
-    from megatron.training.step import train_step
 
     job = make_job(flags, llama)
     for router in routers(job.model_chunks):
         choose(router, busy)
     recorder = Recorder(axes_of(job.runtime.grid), resized=job.config.parallel.zero_stage >= 2, history=False)
-    batches = batches_for(job, job.datasets[0], 0, 0)
+    batches = data_of(job)
     for chunk in job.model_chunks:
         chunk.train()
     with recorder:
-        train_step(
-            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-        )
+        take_steps(job, 1, batches)
     host = max(recorder.host_peak, job.runtime.offload.pool.peak if job.runtime.offload else 0)
     return recorder.peak, host, recorder.trace.communication_bytes(), recorder.trace.flops()
 
@@ -226,18 +222,12 @@ def profiled_step(flags: str, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
-
     job = make_job(flags, True)
-    batches = batches_for(job, job.datasets[0], 0, 0)
+    batches = data_of(job)
     for chunk in job.model_chunks:
         chunk.train()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for _ in range(2):
-            train_step(
-                job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-            )
+        take_steps(job, 2, batches)
     profiler.export_chrome_trace(f"{folder}/rank-{dist.get_rank()}.json")
 
 

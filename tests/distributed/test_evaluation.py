@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.log_probs import log_probs
 from tests.distributed.test_hugging_face_load import LLAMA_SIZES
-from tests.distributed.training_runs import RUN, SHAPE, make_job
+from tests.distributed.training_runs import P2, R2, RUN, SHAPE, T2, U2, data_of, evaluated_loss, make_job, refusal_of
 from tests.hugging_face import save_model
 from tests.patience import patience
 from tests.program import run_forked, run_ranks, start_forked
@@ -98,7 +98,6 @@ TASKS = (
     "--eval-samples 1 --eval-stride 384 --init-method-std 0.3 --micro-batch-size 1"
 )
 PACKED = "--reset-attention-mask --reset-position-ids"
-T2, P2, U2, R2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "ulysses", "ring"))
 FPDT = "--fpdt --fpdt-chunk-size 128"
 full = pytest.mark.full
 GRIDS = [
@@ -185,13 +184,8 @@ def test_sums_over_positions_are_the_validation_loss(pool, texts, alone):
 
 
 def validation_loss(flags: str, folder: str) -> float:
-    from megatron.training.job import batches_for
-    from megatron.training.step import evaluate
-
     job = make_job(f"{flags} --eval-files {folder}/a.txt")
-    batches = batches_for(job, job.datasets[1], 0, 0)
-    count = job.config.data.global_batch_size // job.config.data.micro_batch_size
-    return evaluate(job.runtime, job.model_chunks, batches, job.config, count, job.config.run.eval_iters).lm_loss
+    return evaluated_loss(job, data_of(job, 1), iterations=job.config.run.eval_iters)
 
 
 # ---- transformers' own numbers
@@ -327,7 +321,7 @@ def test_of_two_jobs_with_one_output_each_is_complete_or_refused(llama, tmp_path
 )
 def test_what_the_program_refuses(pool, llama, tmp_path, flags, message):
     flags, message = (text.format(tmp=tmp_path, hf=llama) for text in (flags, message))
-    assert message in pool.run(refusal, 1, flags)[0]
+    assert message in pool.run(refusal_of, 1, flags, make=prepared)[0]
 
 
 def test_a_checkpoint_is_needed(capsys):
@@ -360,20 +354,15 @@ def test_a_task_without_data_alone_is_refused(llama, capsys):
     assert capsys.readouterr().err == f"error: --eval-tasks {NEEDS.format('')}--mock-data\n"
 
 
-def refusal(flags: str) -> str:
+def prepared(flags: str, _: bool) -> None:
     from megatron.training.arguments.parser import parse
     from megatron.training.checkpoint.arguments_of import shape_of
     from megatron.training.evaluation.evaluated_model import prepare_evaluation
-    from megatron.training.refusal import Refusal
     from megatron.training.setup import start
     from tools.evaluate import DEFAULTS
 
     config = parse(f"{SHAPE} {RUN} {flags}".split(), DEFAULTS, 1, shape_of)
-    try:
-        prepare_evaluation(config, start(config))
-    except Refusal as refused:
-        return str(refused)
-    return ""
+    prepare_evaluation(config, start(config))
 
 
 @pytest.mark.lab
@@ -404,22 +393,16 @@ def test_held_out_data_are_needed(pool, tmp_path):
 
     flags = ["--length", "65", "--documents", "20", "--tokenizer-type", "NullTokenizer", "--vocab-size", "301"]
     assert make_needles.main(["--output-prefix", str(tmp_path / "train"), *flags]) == 0
-    flags = f"{SHAPE} {RUN} --eval-iters 1 --eval-tasks loss-by-position --train-iters 1 {P2}".replace(
-        "--mock-data", ""
-    )
-    for message in pool.run(refusal_of_training, 2, f"{flags} --train-data-path {tmp_path}/train_text_document"):
+    flags = f"{SHAPE} {RUN} --eval-iters 1 --eval-tasks loss-by-position --train-iters 1 {P2}"
+    flags = f"{flags.replace('--mock-data', '')} --train-data-path {tmp_path}/train_text_document"
+    for message in pool.run(refusal_of, 2, flags, make=prepared_training):
         assert "needs validation data, and there are none" in message
 
 
-def refusal_of_training(flags: str) -> str:
+def prepared_training(flags: str, _: bool) -> None:
     from megatron.training.arguments.parser import parse
     from megatron.training.job import prepare
-    from megatron.training.refusal import Refusal
     from megatron.training.setup import start
 
     config = parse(flags.split(), None, dist.get_world_size())
-    try:
-        prepare(config, start(config))
-    except Refusal as refused:
-        return str(refused)
-    return ""
+    prepare(config, start(config))

@@ -22,10 +22,13 @@ from tests.distributed.training_runs import (
     ZERO3,
     compare_gradients,
     cp,
+    data_of,
     ep,
+    evaluated_loss,
     first_gradients,
     fpdt,
     make_job,
+    take_steps,
 )  # fmt: skip
 
 EXPERTS = "--num-layers 2 --num-experts 8 --moe-ffn-hidden-size 48"
@@ -92,20 +95,15 @@ def all_tokens(router: Any) -> None:
 
 def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
     """Losses, norms, auxiliary losses and counts of each step, and the gradients of the first."""
-    from megatron.training.job import batches_for
     from megatron.training.model.expert_load import routers
-    from megatron.training.step import evaluate, train_step
 
     job = make_job(flags)
     for router in routers(job.model_chunks):
         if mistake is not None:
             mistake(router)
-    batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
+    batches = data_of(job)
     with first_gradients(job) as grads:
-        results = [
-            train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)
-            for _ in range(steps)
-        ]
+        results = take_steps(job, steps, batches)
     biases = {
         router.layer_number: router.expert_bias.tolist()
         for router in routers(job.model_chunks)
@@ -118,7 +116,7 @@ def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
         "tokens": [one.experts.tokens_per_expert for one in results],
         "counted": [one.tokens for one in results],
         "grads": grads,
-        "evaluated": evaluate(job.runtime, job.model_chunks, batches, job.config, count, 1).lm_loss,
+        "evaluated": evaluated_loss(job, batches),
         "biases": biases,
     }
 

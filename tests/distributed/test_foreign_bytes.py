@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
-from tests.distributed.test_whole_checkpoints import SMALL, refused
-from tests.distributed.training_runs import make_job
+from tests.distributed.test_whole_checkpoints import SMALL
+from tests.distributed.training_runs import make_job, refusal_of, save_job
 from tests.program import run_forked
 from tests.unit.test_foreign_bytes import MODULE, POPEN, before, call, text
 from tools import convert_hf
@@ -26,12 +26,12 @@ def hostile(metadata, harm: str) -> bytes:
 
 def save_hostile(folder: str, harm: str) -> None:
     """A checkpoint with correct checksums and a malicious .metadata."""
-    from megatron.training.checkpoint import checkpoint, rank_file
+    from megatron.training.checkpoint import rank_file
 
     job, plain = make_job(SMALL), rank_file.pickle
     rank_file.pickle = types.SimpleNamespace(dumps=lambda metadata: hostile(metadata, harm))
     try:
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
     finally:
         rank_file.pickle = plain
 
@@ -52,7 +52,7 @@ def test_no_code_is_run_by_training_or_conversion(pool, attacked, tmp_path, caps
     if not listed:
         for path in folder.glob("*/checksums.json"):
             path.unlink()
-    (message,) = pool.run(refused, 1, f"--load {folder}")
+    (message,) = pool.run(refusal_of, 1, f"{SMALL} --load {folder}")
     assert message and "\n" not in message and str(folder) in message
     assert convert_hf.main(["--from", str(folder), "--to-hf", str(tmp_path / "hf")]) == 2
     error = capsys.readouterr().err

@@ -7,12 +7,19 @@ from functools import partial
 import pytest
 import torch
 
-from tests.distributed.training_runs import make_job, run_training, train_job
+from tests.distributed.training_runs import (
+    FULL,
+    SP,
+    data_of,
+    evaluated_loss,
+    make_job,
+    run_training,
+    take_steps,
+    train_job,
+)
 from tests.pairs import also_in_full
 
 GQA = "--group-query-attention --num-query-groups 2"
-T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def bytes_held(flags):
@@ -40,31 +47,27 @@ def bytes_held(flags):
     return results[0]
 
 
-@pytest.mark.parametrize("flags", ["", *also_in_full(T2, FULL)])
+@pytest.mark.parametrize("flags", ["", *also_in_full(SP, FULL)])
 @pytest.mark.lab
 def test_a_rank_holds_its_share(pool, flags):
-    whole = pool.run(bytes_held, 2 if flags == T2 else 1, f"{GQA} {flags} --micro-batch-size 1")[0]
+    whole = pool.run(bytes_held, 2 if flags == SP else 1, f"{GQA} {flags} --micro-batch-size 1")[0]
     for stage in (2, 3):
-        world = 8 if flags == T2 else 4
+        world = 8 if flags == SP else 4
         for held in pool.run(bytes_held, world, f"{GQA} {flags} --micro-batch-size 1 --zero-stage {stage}"):
             assert held == pytest.approx(whole / 4, rel=0.01)
 
 
 def peak_of_a_step(flags):
-    from megatron.training.job import batches_for
     from megatron.training.report.tensor_memory import PeakBytes, TensorMeter
-    from megatron.training.step import train_step
 
     gc.collect()
     with TensorMeter() as meter:
         left = meter.now  # bytes that earlier jobs hold
     job = make_job(flags)
     meter = PeakBytes(job.runtime.device, resized=job.config.parallel.zero_stage >= 2)
-    batches = batches_for(job, job.datasets[0], 0, 0)
+    batches = data_of(job)
     with meter.step():
-        train_step(
-            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-        )
+        take_steps(job, 1, batches)
     return meter.bytes - left
 
 
@@ -169,20 +172,13 @@ def test_parts_of_a_layer_may_run_again_in_its_backward_pass(pool, on_one_proces
 
 def figures(flags):
     """Values of the log and of an evaluation in the middle of training, before and after it."""
-    from megatron.training.job import batches_for, params_norm
-    from megatron.training.step import evaluate, train_step
+    from megatron.training.job import params_norm
 
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8")
     results = []
     for _ in range(2):
-        for index in (0, 1):
-            batches = batches_for(job, job.datasets[index], 0, 0)
-            arguments = (job.config, job.batch_sizes.get())
-            if index:
-                result = evaluate(job.runtime, job.model_chunks, batches, *arguments, 1)
-            else:
-                result = train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, *arguments)
-            results += [result.lm_loss, params_norm(job), result.zeros_in_grad or 0]
+        (step,) = take_steps(job)
+        results += [step.lm_loss, step.zeros_in_grad, params_norm(job), evaluated_loss(job, data_of(job, 1))]
     return results
 
 
@@ -191,7 +187,7 @@ def figures(flags):
     [
         ("--zero-stage 2", 2),
         ("--zero-stage 3 --ring-parallel-size 2", 2),
-        *also_in_full((f"--zero-stage 3 {T2} --ring-parallel-size 2", 4)),
+        *also_in_full((f"--zero-stage 3 {SP} --ring-parallel-size 2", 4)),
     ],
 )
 @pytest.mark.usual(0)

@@ -13,7 +13,7 @@ from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet
 from megatron.context_parallel.core.mixers.mamba2 import Mamba2
 from megatron.training.arguments.parser import parse
 from megatron.training.model.weights import draw, draw_adapter, draw_rows
-from tests.distributed.training_runs import make_job
+from tests.distributed.training_runs import make_job, take_steps, weights_of
 
 CPU = torch.device("cpu")
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
@@ -102,11 +102,8 @@ def test_blocks_of_rows_are_the_same_for_any_rank():
 
 
 def initial(flags: str) -> dict[str, torch.Tensor]:
-    from megatron.training.checkpoint.checkpoint import unwrap
-    from megatron.training.model.weights import canonical_parameters
-
-    (chunk,) = make_job(flags, llama=False).model_chunks
-    return {name: parameter.detach().clone() for name, parameter in canonical_parameters(unwrap(chunk))}
+    job = make_job(flags, llama=False)
+    return {name: parameter.detach().clone() for name, parameter in weights_of(job).items()}
 
 
 @pytest.mark.parametrize("divisible, padding", [(1, 0), (16, 2), (64, 18)])  # the vocabulary has 302 ids
@@ -168,14 +165,8 @@ def test_no_rank_goes_on_alone_if_another_sees_a_bad_loss(pool):
 
 
 def tokens_of_a_step(flags: str) -> int:
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
-
     job = make_job(flags)
-    batches = batches_for(job, job.datasets[0], 0, 0)
-    done = train_step(
-        job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-    )
+    (done,) = take_steps(job)
     return done.tokens / job.config.data.global_batch_size / job.config.data.seq_length
 
 

@@ -18,10 +18,14 @@ from tests.distributed.training_runs import (
     ZERO3,
     compare_runs,
     cp,
+    data_of,
     ep,
+    evaluated_loss,
     first_gradients,
     fpdt,
     make_job,
+    save_job,
+    take_steps,
     train_job,
 )  # fmt: skip
 from tests.hugging_face import save_with_later_tokens
@@ -65,19 +69,13 @@ CASES = [
 def run(flags: str, mistake: Callable | None = None, steps: int = 2) -> tuple[list, list, dict[str, torch.Tensor]]:
     """Losses (the model's and those ahead) and gradient norms of each step, and the gradients of the first."""
     from megatron.training.data import batches as module
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
 
     job, right = make_job(flags, llama=OF_GPT not in flags), module.shifted
     if mistake is not None:
         module.shifted = mistake
     try:
-        batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
         with first_gradients(job) as grads:
-            results = [
-                train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)
-                for _ in range(steps)
-            ]
+            results = take_steps(job, steps)
     finally:
         module.shifted = right
     losses = [loss for one in results for loss in (one.lm_loss, *one.further.values())]
@@ -108,12 +106,11 @@ def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tenso
     from megatron.certifying.programs.whole_gradients import full_gradients
     from megatron.context_parallel.layout.documents import restart
     from megatron.platform.core_versions import inner_layer
-    from megatron.training.job import batches_for
 
     job = make_job(flags)
     (chunk,), settings = job.model_chunks, job.config.model
     model, length, layers = chunk.module, job.config.data.seq_length, settings.mtp_num_layers
-    batches, vocabulary, seen = batches_for(job, job.datasets[0], 0, 0), job.vocab_size, []
+    batches, vocabulary, seen = data_of(job), job.vocab_size, []
     model.decoder.register_forward_hook(lambda *call: seen.append(call[-1]))
 
     def norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -193,15 +190,11 @@ def logits_of_training(flags: str, folder: str) -> tuple[int, torch.Tensor]:
 
     Also compares an evaluation's loss with that of its logits.
     """
-    from megatron.training.checkpoint import checkpoint
-    from megatron.training.job import batches_for
-    from megatron.training.step import evaluate
-
     job = make_job(flags, llama=OF_GPT not in flags)
     train_job(job, 1)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
-    batch = next(batches_for(job, job.datasets[0], 0, 0))
-    loss = evaluate(job.runtime, job.model_chunks, iter([batch]), job.config, 1, 1).lm_loss
+    save_job(folder, job)
+    batch = next(data_of(job))
+    loss = evaluated_loss(job, iter([batch]), 1)
     model = job.model_chunks[0].module.eval()
     prompts = torch.tensor(PROMPTS)
     with torch.no_grad():
@@ -261,13 +254,9 @@ def losses_in_transformers(folder: str, batches: list[tuple[torch.Tensor, torch.
 
 
 def first_step(flags: str) -> tuple[list[float], list[tuple[torch.Tensor, torch.Tensor]]]:
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
-
     job = make_job(flags)
-    batches, count = batches_for(job, job.datasets[0], 0, 0), job.batch_sizes.get()
-    seen = [(one["tokens"], one["labels"]) for one, _ in zip(batches_for(job, job.datasets[0], 0, 0), range(count))]
-    one = train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, count)
+    seen = [(one["tokens"], one["labels"]) for one, _ in zip(data_of(job), range(job.batch_sizes.get()))]
+    (one,) = take_steps(job)
     return [one.lm_loss, *one.further.values()], seen
 
 

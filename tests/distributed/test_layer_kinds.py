@@ -27,10 +27,12 @@ from tests.distributed.training_runs import (
     ZERO2,
     ZERO3,
     cp,
+    data_of,
     ep,
+    evaluated_loss,
     make_job,
     resume,
-    save,
+    train_and_save,
     wrong_by,
 )  # fmt: skip
 from tests.pairs import also_in_full
@@ -190,19 +192,15 @@ UNEVEN = states.UNEVEN
 )  # fmt: skip
 @pytest.mark.usual(1, 2, 8)
 def test_a_checkpoint_is_read_on_another_grid(pool, tmp_path, model, saved, loaded):
-    after = pool.run(save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
-    for losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
-        assert losses == pytest.approx(after, rel=1e-5)
+    _, after = pool.run(train_and_save, saved[0], f"{model} {saved[1]}", str(tmp_path), timeout=120)[0]
+    for first, losses in pool.run(resume, loaded[0], f"{model} {loaded[1]}", str(tmp_path), timeout=120):
+        assert first == 2 and losses == pytest.approx(after, rel=1e-5)
 
 
 def evaluated_batch(flags: str, folder: str) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss of a checkpoint on one micro-batch, and that batch."""
-    from megatron.training.job import batches_for
-    from megatron.training.step import evaluate
-
     job = make_job(f"{flags} --load {folder}")
-    loss = evaluate(job.runtime, job.model_chunks, batches_for(job, job.datasets[0], 0, 0), job.config, 1, 1).lm_loss
-    return loss, next(batches_for(job, job.datasets[0], 0, 0))
+    return evaluated_loss(job, count=1), next(data_of(job))
 
 
 def loss_in_transformers(folder: Path, batch: dict[str, torch.Tensor]) -> float:
@@ -227,7 +225,7 @@ def loss_in_transformers(folder: Path, batch: dict[str, torch.Tensor]) -> float:
 def test_a_trained_model_has_the_same_loss_in_transformers(pool, tmp_path, model, grid):
     from tools.convert_hf import main as convert
 
-    pool.run(save, 4, f"{model} {grid}", str(tmp_path / "ours"), timeout=120)
+    pool.run(train_and_save, 4, f"{model} {grid}", str(tmp_path / "ours"), timeout=120)
     loss, batch = pool.run(evaluated_batch, 1, model, str(tmp_path / "ours"), timeout=120)[0]
     assert convert(["--from", str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")]) == 0
     assert loss_in_transformers(tmp_path / "hf", batch) == pytest.approx(loss, rel=1e-5)

@@ -3,11 +3,12 @@
 
 import tarfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from tests.distributed import megatron_lm
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import make_job, refusal_of, take_steps, train_and_save, train_job
 
 # The vocabulary has no padding, which Megatron-LM would count in its loss.
 FLAGS = (
@@ -96,15 +97,6 @@ def test_a_checkpoint_of_megatron_lm_continues_here(pool, written, kind, grid):
     assert losses == pytest.approx(theirs, rel=1e-5)
 
 
-def we_save(flags, folder, llama=True):
-    from megatron.training.checkpoint import checkpoint
-
-    job = make_job(flags, llama)
-    train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
-    return train_job(job, 3)[0]
-
-
 def megatron_goes_on(flags, folder, llama=True, engine=False):
     run = megatron_lm.build(flags, llama, engine=engine)
     first = megatron_lm.load(run, folder)
@@ -126,7 +118,7 @@ THEIR_GRIDS = [
 @pytest.mark.usual(1)
 def test_our_checkpoint_continues_in_megatron_lm(pool, tmp_path, grid, there, llama, engine):
     world, flags = GRIDS[grid]
-    ours = pool.run(we_save, world, f"{FLAGS} {flags}", str(tmp_path), llama, timeout=120)[0]
+    _, ours = pool.run(train_and_save, world, f"{FLAGS} {flags}", str(tmp_path), 2, 3, llama, timeout=120)[0]
     first, consumed, theirs = pool.run(
         megatron_goes_on, there[0], f"{FLAGS} {there[1]}", str(tmp_path), llama, engine, timeout=120
     )[0]
@@ -330,16 +322,9 @@ def test_an_unknown_order_in_buckets_is_refused(pool, written):
 
 def refusal_with_other_orders(flags, folder):
     from megatron.training.checkpoint.megatron_lm import source
-    from megatron.training.refusal import Refusal
 
-    right, source.ORDERS = source.ORDERS, tuple(order[1:] + order[:1] for order in source.ORDERS)
-    try:
-        make_job(f"{flags} --load {folder}", llama=False)
-    except Refusal as refusal:
-        return str(refusal)
-    finally:
-        source.ORDERS = right
-    return None
+    with patch.object(source, "ORDERS", tuple(order[1:] + order[:1] for order in source.ORDERS)):
+        return refusal_of(f"{flags} --load {folder}", llama=False)
 
 
 def without(folder, key):
@@ -380,8 +365,6 @@ ITS_FLAGS = (
 def go_on_with_its_data(flags, folder):
     import torch
 
-    from megatron.training.step import train_step
-
     job = make_job(f"{flags} --load {folder}")
 
     def batches():
@@ -390,12 +373,7 @@ def go_on_with_its_data(flags, folder):
             for part in rows.split(2):
                 yield {"tokens": part[:, :-1], "labels": part[:, 1:], "loss_mask": torch.ones(2, 16)}
 
-    data = batches()
-    losses = [
-        train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, data, job.config, 2).lm_loss
-        for _ in range(3)
-    ]
-    return job.progress.iteration, losses
+    return job.progress.iteration, [step.lm_loss for step in take_steps(job, 3, batches())]
 
 
 @pytest.mark.parametrize("world, grid", [(1, "--zero-stage 0"), (4, f"{T2} {P2} --zero-stage 1")])

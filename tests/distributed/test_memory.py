@@ -28,6 +28,7 @@ from tests.distributed.training_runs import (
     STREAM,
     fpdt,
     make_job,
+    run_loop,
     train_job,
 )
 from tests.pairs import by_pairs, settings
@@ -196,15 +197,8 @@ def test_without_offload_nothing_is_in_host_memory(bytes_of):
 
 def train_and_count(flags: str, folder: str) -> dict[str, Any]:
     """Train two steps with --profile-memory on a rank, and compute the expected values independently."""
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.loop import training_loop
-    from megatron.training.report.reporter import Reporter
-
     job = make_job(f"{flags} --exit-interval 2 --profile-memory {folder}")
-    stopper = Stopper(job.runtime.device, None)
-    reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=2)
-    assert training_loop(job, reporter, stopper)
-    stopper.restore()
+    assert run_loop(job)
     parameters = [parameter for chunk in job.model_chunks for parameter in chunk.parameters()]
     buffers = [buffer for chunk in job.model_chunks for buffer in chunk.buffers]
     padded = [buffer.param_data.nbytes for buffer in buffers if buffer.param_data is not None]

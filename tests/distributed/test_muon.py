@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.training.model.updates import muon
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import make_job, refusal_of, resume, take_steps, train_and_save, train_job
 
 MUON = "--optimizer muon --num-layers 2 --group-query-attention --num-query-groups 4 --clip-grad 0.5"
 # AdamW divides rounding errors by a gradient's size where it is tiny, which is not Muon's matter.
@@ -110,22 +110,11 @@ def written_out(flags):
         return skipped
 
     job.optimizer.prepare_grads = keep
-    train_job_alone(job)
+    take_steps(job, STEPS)
     return max(
         float((weight - weights[name]).abs().max() / weights[name].abs().max())
         for name, weight in full_parameters(job).items()
     )
-
-
-def train_job_alone(job):
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
-
-    batches = batches_for(job, job.datasets[0], 0, 0)
-    for _ in range(STEPS):
-        train_step(
-            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-        )
 
 
 def rows_of(name, rows):
@@ -198,19 +187,6 @@ def test_the_update_is_muons(pool, flags):
     assert pool.run(written_out, 1, flags)[0] < 1e-5
 
 
-def saved(folder, flags):
-    from megatron.training.checkpoint import checkpoint
-
-    job = make_job(f"{MUON} {flags}")
-    train_job(job, 3)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
-    return train_job(job, 3)[0]
-
-
-def resumed(folder, flags):
-    return train_job(make_job(f"{MUON} --load {folder} {flags}"), 3)[0]
-
-
 @pytest.mark.usual(0)
 @pytest.mark.parametrize(
     "writers, before, readers, after",
@@ -222,22 +198,18 @@ def resumed(folder, flags):
     ],
 )
 def test_a_run_continues_on_another_grid(pool, tmp_path, writers, before, readers, after):
-    undisturbed = pool.run(saved, writers, str(tmp_path), before, timeout=120)[0]
-    assert pool.run(resumed, writers, str(tmp_path), before, timeout=120)[0] == undisturbed
-    for losses in pool.run(resumed, readers, str(tmp_path), after, timeout=120):
+    folder, before = str(tmp_path), f"{MUON} {before}"
+    _, undisturbed = pool.run(train_and_save, writers, before, folder, 3, 3, timeout=120)[0]
+    assert pool.run(resume, writers, before, folder, 3, timeout=120)[0][1] == undisturbed
+    for _, losses in pool.run(resume, readers, f"{MUON} {after}", folder, 3, timeout=120):
         assert losses == pytest.approx(undisturbed, rel=1e-5)
 
 
-def load_for_adam(folder):
-    from megatron.training.refusal import Refusal
-
-    with pytest.raises(Refusal, match="has the states of --optimizer muon: use it, or pass --no-load-optim"):
-        make_job(f"--num-layers 2 --group-query-attention --num-query-groups 4 --load {folder}")
-
-
 def test_the_states_of_muon_are_not_adams(pool, tmp_path):
-    pool.run(saved, 1, str(tmp_path), "")
-    pool.run(load_for_adam, 1, str(tmp_path))
+    pool.run(train_and_save, 1, MUON, str(tmp_path), 1, 0)
+    flags = f"--num-layers 2 --group-query-attention --num-query-groups 4 --load {tmp_path}"
+    words = "has the states of --optimizer muon: use it, or pass --no-load-optim"
+    assert words in pool.run(refusal_of, 1, flags)[0]
 
 
 def test_half_precision_and_its_default(pool):

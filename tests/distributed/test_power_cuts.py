@@ -10,7 +10,7 @@ from megatron.training.checkpoint.checkpoint_folder import REPLACED
 from megatron.training.checkpoint.megatron_lm.places import TRACKER
 from megatron.training.refusal import Refusal
 from tests.disk import Recorder, lay_out, prove, try_all_cuts
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import make_job, run_loop, save_job, train_job
 
 pytestmark = pytest.mark.lab
 
@@ -43,26 +43,19 @@ def trained(flags, root, lock):
     """Run the real loop; the record of this rank."""
     import torch.distributed as dist
 
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.loop import training_loop
-
-    job = make_job(f"{TINY} {flags}")
-    stopper, recorder = Stopper(job.runtime.device, None), Recorder(root, lock)
+    job, recorder = make_job(f"{TINY} {flags}"), Recorder(root, lock)
     dist.barrier()
-    try:
-        with recorder:
-            reporter = PromiseRecorder(recorder)
-            if dist.get_rank():
-                reporter.say = lambda line: None
-            training_loop(job, reporter, stopper)
-    finally:
-        stopper.restore()
+    with recorder:
+        reporter = PromiseRecorder(recorder)
+        if dist.get_rank():
+            reporter.say = lambda line: None
+        run_loop(job, reporter)
     return recorder.record
 
 
 def saved_twice(root, lock, exchange):
     """Save the same iteration twice, with other weights the second time."""
-    from megatron.training.checkpoint import checkpoint, checkpoint_folder
+    from megatron.training.checkpoint import checkpoint_folder
 
     job = make_job(TINY)
     real = checkpoint_folder._exchange
@@ -72,10 +65,7 @@ def saved_twice(root, lock, exchange):
             for _ in range(2):
                 train_job(job, 1)
                 job.progress.iteration = 1
-                path = checkpoint.save(
-                    f"{root}/{SAVE}", job.progress, job.model_chunks, job.optimizer, job.schedule, job.config
-                )
-                recorder.promise(path.name)
+                recorder.promise(save_job(f"{root}/{SAVE}", job).name)
     finally:
         checkpoint_folder._exchange = real
     return recorder.record

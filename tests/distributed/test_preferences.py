@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron.training.refusal import Refusal
 from tests.chats import CHATML, make_tokenizer, sentence
 from tests.distributed.test_sft import BASE, LENGTH, LLAMA, LORA, R2, SIZES, U2, U2R2, chat_job
-from tests.distributed.training_runs import compare_gradients, train_job
+from tests.distributed.training_runs import compare_gradients, refusal_of, save_job, train_job
 from tests.pairs import also_in_full
 
 PAIRS, BATCH = 14, 4
@@ -269,12 +268,10 @@ def test_a_dry_run_knows_the_reference(data):
 
 
 def go_on(flags: str, folder: str, steps: int, save: bool) -> list[float]:
-    from megatron.training.checkpoint import checkpoint
-
     job = chat_job(flags)
     losses = train_job(job, steps)[0]
     if save:
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
     return losses
 
 
@@ -287,7 +284,7 @@ def test_a_run_that_continues_has_the_same_reference(pool, data, tmp_path, grid)
     pool.run(go_on, 2, f"{flags} --save {tmp_path}", str(tmp_path), 2, True, timeout=180)
     assert pool.run(go_on, 2, f"{flags} --load {tmp_path}", "", 2, False, timeout=180)[0] == pytest.approx(whole[2:])
     alone = flags.replace(f"--pretrained-checkpoint {model}", "")
-    assert "name the weights of the start" in pool.run(refusal_of, 2, f"{alone} --load {tmp_path}", timeout=180)[0]
+    assert "name the weights of the start" in pool.run(refused, 2, f"{alone} --load {tmp_path}", timeout=180)[0]
 
 
 @pytest.mark.lab
@@ -329,10 +326,8 @@ def test_mistakes_are_seen(pool, data, alone, tmp_path, what):
     assert (wrong - grads).abs().max() > 1e-3 * grads.abs().max()
 
 
-def refusal_of(flags: str) -> str:
-    with pytest.raises(Refusal) as refused:
-        chat_job(flags)
-    return str(refused.value)
+def refused(flags: str) -> str:
+    return refusal_of(flags, make=chat_job)
 
 
 ANSWER = {"role": "assistant", "content": "yes"}
@@ -352,8 +347,8 @@ BAD = [
 def test_bad_rows_are_refused_by_line(pool, data, tmp_path, bad, message):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, bad]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    refused = pool.run(refusal_of, 1, f"{data[0]} --data-path {tmp_path / 'pairs.jsonl'}")[0]
-    assert message in refused and "\n" not in refused
+    line = pool.run(refused, 1, f"{data[0]} --data-path {tmp_path / 'pairs.jsonl'}")[0]
+    assert message in line and "\n" not in line
 
 
 FLAGS = [
@@ -369,4 +364,4 @@ FLAGS = [
 @pytest.mark.parametrize("flags, message", FLAGS)
 @pytest.mark.usual(0)
 def test_flags_that_do_not_go_together(pool, data, flags, message):
-    assert message in pool.run(refusal_of, 1, f"{data[0]} {flags}")[0]
+    assert message in pool.run(refused, 1, f"{data[0]} {flags}")[0]

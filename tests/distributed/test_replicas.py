@@ -11,21 +11,19 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.features.replicas import bits
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job, weights_of
 
 
 def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:
     """The report after two steps, and after one bit of a weight was flipped on one rank."""
-    from megatron.training.checkpoint.checkpoint import unwrap
     from megatron.training.features.replicas import ReplicasDiffer, check_replicas
-    from megatron.training.model.weights import canonical_parameters
 
     job = make_job(flags)
     train_job(job, 2)
     output = []
     for number in range(2):
         if number and dist.get_rank() == rank:
-            weight = dict(canonical_parameters(unwrap(job.model_chunks[0])))[name]
+            weight = weights_of(job)[name]
             local = weight.data.to_local() if hasattr(weight.data, "to_local") else weight.data
             local.reshape(-1).view(torch.int32)[3] ^= torch.tensor(
                 -(2**31) if bit == 31 else 1 << bit, dtype=torch.int32

@@ -17,7 +17,7 @@ from megatron.training.families.architectures import FAMILIES, Described, pieces
 from megatron.training.families.llama.llama_weights import split
 from megatron.training.settings.config import ModelConfig
 from tests.chats import CHATML, make_tokenizer
-from tests.distributed.test_preferences import P2, SP, T2, as_alone, go_on, refusal_of, row, tune
+from tests.distributed.test_preferences import P2, SP, T2, as_alone, go_on, refused, row, tune
 from tests.distributed.test_sft import LENGTH, LORA, R2, SIZES, U2, U2R2
 from tests.pairs import also_in_full
 
@@ -148,17 +148,6 @@ def test_the_grid_does_not_matter(pool, data, alone, world, grid, model):
 # ---- Checkpoints, transformers' form, and scores of a file.
 
 
-def start_from(flags: str, folder: str) -> str:
-    """Train one step and save; returns what is refused, if anything is."""
-    from megatron.training.refusal import Refusal
-
-    try:
-        go_on(flags, folder, 1, True)
-    except Refusal as refusal:
-        return str(refusal)
-    return ""
-
-
 def rewards_of(path: Path, rows: list[list[int]]) -> list[float]:
     from transformers import AutoModelForSequenceClassification
 
@@ -178,12 +167,12 @@ def test_a_language_model_becomes_a_reward_model_of_transformers(pool, data, tmp
     base.save_pretrained(tmp_path / "base")
     flags = data[0].replace(f"--load {data[1] / 'model'} ", f"--load {tmp_path / 'base'} ") + f" {grid}"
     saved = tmp_path / "saved"
-    assert pool.run(start_from, world, f"{flags} --save {saved}", str(saved), timeout=180) == [""] * world
+    pool.run(go_on, world, f"{flags} --save {saved}", str(saved), 1, True, timeout=180)
     whole = pool.run(go_on, world, flags, "", 2, False, timeout=180)[0]
     again = flags.replace("--finetune", "").replace(f"--load {tmp_path / 'base'}", f"--load {saved}")
     assert pool.run(go_on, world, again, "", 1, False, timeout=180)[0] == pytest.approx(whole[1:], rel=1e-6)
     causal = again.replace("--reward-model", "--dpo --dpo-reference none --finetune")
-    assert "is a reward model, without logits" in pool.run(refusal_of, world, causal, timeout=120)[0]
+    assert "is a reward model, without logits" in pool.run(refused, world, causal, timeout=120)[0]
     resumed = flags.replace("--finetune", "").replace("--load", "--pretrained-checkpoint")
     assert pool.run(go_on, world, resumed, "", 1, False, timeout=180)[0] == pytest.approx(whole[:1], rel=1e-6)
 
@@ -220,8 +209,8 @@ REFUSED = [
 def test_bad_input_is_refused_in_a_line(pool, data, tmp_path, bad, flags, message):
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, *([bad] if bad else [])]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    refused = pool.run(refusal_of, 1, f"{data[0]} --data-path {tmp_path / 'pairs.jsonl'} {flags}")[0]
-    assert message in refused and "\n" not in refused
+    line = pool.run(refused, 1, f"{data[0]} --data-path {tmp_path / 'pairs.jsonl'} {flags}")[0]
+    assert message in line and "\n" not in line
 
 
 @pytest.mark.lab
@@ -230,5 +219,5 @@ def test_another_tokenizer_is_refused(pool, data, tmp_path):
     tokenizer.add_tokens([f"<{number}>" for number in range(2000)])
     tokenizer.save_pretrained(tmp_path)
     flags = data[0].replace(f"--tokenizer-model {data[1] / 'model'}", f"--tokenizer-model {tmp_path}")
-    refused = pool.run(refusal_of, 1, flags)[0]
-    assert "use the checkpoint's tokenizer" in refused and "\n" not in refused
+    line = pool.run(refused, 1, flags)[0]
+    assert "use the checkpoint's tokenizer" in line and "\n" not in line

@@ -22,11 +22,17 @@ from tests.distributed.training_runs import (
     T2,
     V2,
     ZERO1,
+    data_of,
+    evaluated_loss,
     fpdt,
     make_job,
+    refusal_of,
     run_training,
+    save_job,
+    take_steps,
     train_job,
-)  # fmt: skip
+    weights_of,
+)
 from tests.errors import worst
 from tests.pairs import also_in_full
 
@@ -187,15 +193,11 @@ def test_bf16_is_that_of_the_whole_table_on_the_same_grid(pool, long_runs, world
 
 def figures(flags):
     """(loss and gradient norm of a step, norm of the parameters, loss of an evaluation), zeros among the gradients."""
-    from megatron.training.job import batches_for, params_norm
-    from megatron.training.step import evaluate, train_step
+    from megatron.training.job import params_norm
 
     job = make_job(f"{flags} --log-num-zeros-in-grad --eval-iters 1 --make-vocab-size-divisible-by 8", False)
-    train, held_out = (batches_for(job, dataset, 0, 0) for dataset in job.datasets[:2])
-    batch = (job.config, job.batch_sizes.get())
-    step = train_step(job.runtime, job.model_chunks, job.optimizer, job.schedule, train, *batch)
-    evaluation = evaluate(job.runtime, job.model_chunks, held_out, *batch, 1)
-    return [step.lm_loss, step.grad_norm, params_norm(job), evaluation.lm_loss], step.zeros_in_grad
+    (step,) = take_steps(job)
+    return [step.lm_loss, step.grad_norm, params_norm(job), evaluated_loss(job, data_of(job, 1))], step.zeros_in_grad
 
 
 @pytest.mark.parametrize(
@@ -243,27 +245,20 @@ def test_a_rank_holds_its_share(pool, grid, states):
 
 def table(job) -> torch.Tensor | None:
     """The complete table of positions, on the first pipeline stage."""
-    from megatron.training.checkpoint.checkpoint import unwrap
-    from megatron.training.model.weights import POSITIONS, canonical_parameters
+    from megatron.certifying.programs.whole_gradients import gather_by_position
+    from megatron.training.model.weights import POSITIONS
 
-    for chunk in job.model_chunks:
-        for name, weight in canonical_parameters(unwrap(chunk)):
-            if name == POSITIONS and hasattr(weight, "spans"):
-                from megatron.certifying.programs.whole_gradients import gather_by_position
-
-                return gather_by_position(weight.detach(), weight.spans)
-            if name == POSITIONS:
-                return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().clone()
-    return None
+    weight = weights_of(job).get(POSITIONS)
+    if hasattr(weight, "spans"):
+        return gather_by_position(weight.detach(), weight.spans)
+    return None if weight is None else getattr(weight, "full_tensor", lambda: weight)().detach().clone()
 
 
 def train_and_save(flags, folder, steps_before, steps_after):
     """Train, save and continue; returns losses and table after the save."""
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(flags, False)
     train_job(job, steps_before)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
     saved = table(job)
     return train_job(job, steps_after)[0], saved, table(job)
 
@@ -335,16 +330,7 @@ def test_finetune_takes_the_weights(pool, saved, loaded_on):
     assert first == 0 and torch.equal(loaded, before)
 
 
-def refusal_of(flags):
-    from megatron.training.refusal import Refusal
-
-    with pytest.raises(Refusal) as refused:
-        make_job(flags, False)
-    return str(refused.value)
-
-
 def test_another_number_of_positions_is_refused(pool, saved):
-    message = pool.run(
-        refusal_of, 2, f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
-    )
-    assert "--max-position-embeddings 77 in the checkpoint, 78 in this run" in message[0]
+    flags = f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
+    message = pool.run(refusal_of, 2, flags, False)[0]
+    assert "--max-position-embeddings 77 in the checkpoint, 78 in this run" in message

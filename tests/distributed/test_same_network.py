@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed import test_architectures
 from tests.distributed.test_architectures import SIZES
-from tests.distributed.training_runs import RUN, SP, train_job
+from tests.distributed.training_runs import RUN, SP, data_of, save_job, train_job
 from tests.hugging_face import save_model
 from tools.convert_hf import main as convert
 
@@ -52,9 +52,8 @@ def first_losses(doors: dict[str, str], keep: str) -> tuple[dict[str, float], li
         keep: where the first run is saved after its step.
     """
     from megatron.training.arguments.parser import parse
-    from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.arguments_of import shape_of
-    from megatron.training.job import batches_for, prepare
+    from megatron.training.job import prepare
     from megatron.training.setup import start
 
     losses, read, runtime = {}, [], None
@@ -63,13 +62,13 @@ def first_losses(doors: dict[str, str], keep: str) -> tuple[dict[str, float], li
         runtime = runtime or start(config)
         job = prepare(config, runtime)
         if not read:
-            batch = next(iter(batches_for(job, job.datasets[0], 0, 0)))
+            batch = next(data_of(job))
             read = [batch["tokens"], batch["labels"]]
         elif job.progress.consumed_train_samples:  # the same batch as at the other doors
             job.progress.consumed_train_samples = 0
         losses[name] = train_job(job, 1)[0][0]
         if name == next(iter(doors)):
-            checkpoint.save(keep, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+            save_job(keep, job)
     return losses, read
 
 

@@ -14,11 +14,19 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron.training.refusal import Refusal
 from tests.chats import CHATML, make_tokenizer, write_chats
 from tests.distributed.test_architectures import DEEPSEEK
 from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES
-from tests.distributed.training_runs import LLAMA, make_job, train_job
+from tests.distributed.training_runs import (
+    LLAMA,
+    data_of,
+    evaluated_loss,
+    make_job,
+    refusal_of,
+    save_job,
+    train_and_save,
+    train_job,
+)
 from tests.hugging_face import save_model
 from tests.pairs import also_in_full
 
@@ -35,7 +43,7 @@ BASE = (
 R2, U2, U2R2 = "--ring-parallel-size 2", "--ulysses-parallel-size 2", "--ulysses-parallel-size 2 --ring-parallel-size 2"
 
 
-def chat_job(flags: str):
+def chat_job(flags: str, llama: bool = True):
     """Like make_job, for chats."""
     from megatron.training.arguments.parser import parse
     from megatron.training.job import prepare
@@ -184,11 +192,9 @@ def test_a_run_that_is_resumed_takes_the_next_conversations(pool, data, alone, t
 
 
 def tune_and_save(flags: str, folder: str):
-    from megatron.training.checkpoint import checkpoint
-
     job = chat_job(flags)
     losses, _, _ = train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
     return losses
 
 
@@ -377,12 +383,8 @@ def test_adapters_are_merged_in_fp32():
     torch.testing.assert_close(whole.double(), weight + 2.5 * b @ a, rtol=1e-5, atol=1e-5)
 
 
-def base_loss(flags: str) -> float:
-    return train_job(make_job(flags), 1)[0][0]
-
-
 def test_fresh_adapters_change_nothing(pool):
-    base = pool.run(base_loss, 1, GQA)[0]
+    (base,) = pool.run(go_on_alone, 1, GQA)[0]
     losses, grads = pool.run(tune_lora, 1, "", 1, True, True)[0]
     assert losses[0] == base
     assert all((not grad.any()) == name.endswith("lora_a") for name, grad in grads.items())
@@ -391,43 +393,22 @@ def test_fresh_adapters_change_nothing(pool):
 # ---- checkpoints, and Hugging Face
 
 
-def tune_folder(flags: str, folder: str, steps: int):
-    """Train, save, and continue for a step; returns the losses."""
-    from megatron.training.checkpoint import checkpoint
-
-    job = make_job(flags)
-    losses, _, _ = train_job(job, steps)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
-    return losses + train_job(job, 1)[0]
-
-
 def go_on(flags: str, steps: int):
     """Losses, and one batch with the loss of this run's weights on it."""
-    from megatron.training.job import batches_for
-    from megatron.training.step import evaluate
-
     job = make_job(flags)
-    batch = next(iter(batches_for(job, job.datasets[0], 0, 0)))
-    mean = evaluate(job.runtime, job.model_chunks, iter([batch]), job.config, 1, 1).lm_loss
-    losses, _, _ = train_job(job, steps)
-    return losses, mean, batch["tokens"], batch["labels"]
+    batch = next(data_of(job))
+    mean = evaluated_loss(job, iter([batch]), 1)
+    return train_job(job, steps)[0], mean, batch["tokens"], batch["labels"]
 
 
 @pytest.fixture(scope="module")
 def tuned(pool, tmp_path_factory):
-    """A random Llama of transformers, fine-tuned with adapters on TP 2; its losses."""
+    """A random Llama of transformers, fine-tuned with adapters on TP 2; the next loss."""
     folder = tmp_path_factory.mktemp("lora")
     save_model(folder / "hf", "llama", LLAMA_SIZES)
     flags = f"--group-query-attention --num-query-groups 2 --ffn-hidden-size 96 {LORA} --lr 1e-2 {COMMON}"
-    losses = pool.run(
-        tune_folder,
-        2,
-        f"{flags} {folder / 'hf'} --finetune {T2} {SP} --zero-stage 1",
-        str(folder / "tuned"),
-        2,
-        timeout=120,
-    )[0]
-    return flags, folder, losses
+    first = f"{flags} {folder / 'hf'} --finetune {T2} {SP} --zero-stage 1"
+    return flags, folder, pool.run(train_and_save, 2, first, str(folder / "tuned"), 2, 1, timeout=120)[0][1]
 
 
 @pytest.mark.parametrize(
@@ -440,7 +421,7 @@ def tuned(pool, tmp_path_factory):
 def test_a_run_continues_from_another_grid(pool, tuned, world, grid):
     flags, folder, losses = tuned
     resumed = pool.run(go_on_alone, world, f"{flags} {folder / 'tuned'} {grid}", timeout=120)[0]
-    assert resumed == pytest.approx(losses[2:], rel=1e-5)
+    assert resumed == pytest.approx(losses, rel=1e-5)
 
 
 def go_on_alone(flags: str):
@@ -464,7 +445,7 @@ def test_merged_weights_compute_the_same(pool, tuned, tmp_path, capsys):
 
     flags, folder, losses = tuned
     one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {folder / 'tuned'}", 1, timeout=120)[0]
-    assert one == pytest.approx(losses[2:], rel=1e-5)
+    assert one == pytest.approx(losses, rel=1e-5)
     assert main(["--from", str(folder / "tuned"), "--to-hf", str(tmp_path / "merged")]) == 0
     assert "its adapters of rank 4 are merged into the weights" in capsys.readouterr().out
     model = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
@@ -512,11 +493,10 @@ def test_adapters_of_a_deepseek(pool, tmp_path):
     flags = f"--model hf:{tmp_path / 'hf'} {LORA} --lora-targets linear_qkv linear_proj --lr 1e-2 {COMMON}"
     grid = f"{T2} {SP} {R2_OF_LORA} {SENT}"
     assert main(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "base")]) == 0
-    losses = pool.run(
-        tune_folder, 4, f"{flags} {tmp_path / 'base'} --finetune {grid}", str(tmp_path / "tuned"), 2, timeout=120
-    )[0]
+    first = f"{flags} {tmp_path / 'base'} --finetune {grid}"
+    _, losses = pool.run(train_and_save, 4, first, str(tmp_path / "tuned"), 2, 1, timeout=120)[0]
     one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {tmp_path / 'tuned'}", 1, timeout=120)[0]
-    assert one == pytest.approx(losses[2:], rel=1e-5)
+    assert one == pytest.approx(losses, rel=1e-5)
     assert main(["--from", str(tmp_path / "tuned"), "--to-hf", str(tmp_path / "merged")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
@@ -547,14 +527,6 @@ def test_other_adapters_are_refused(pool, tuned, change, expected):
     assert_refused(pool, f"{change(flags)} {folder / 'tuned'}", expected)
 
 
-def refusal_of(flags: str) -> str:
-    try:
-        make_job(flags)
-    except Refusal as refusal:
-        return str(refusal)
-    return ""
-
-
 def assert_refused(pool, flags, expected):
     import re
 
@@ -563,7 +535,7 @@ def assert_refused(pool, flags, expected):
 
 
 def test_weights_without_adapters_need_finetune(pool, tmp_path):
-    pool.run(tune_folder, 1, GQA, str(tmp_path), 1)
+    pool.run(train_and_save, 1, GQA, str(tmp_path), 1, 0)
     assert_refused(
         pool, f"{GQA} {LORA} --load {tmp_path}", "has no adapters: to begin --lora-rank 4 .* pass --finetune"
     )

@@ -27,7 +27,7 @@ from tests.distributed.training_runs import (
     cp,
     fpdt,
     make_job,
-    save,
+    train_and_save,
     train_job,
     wrong_by,
 )  # fmt: skip
@@ -160,7 +160,7 @@ def go_on(flags: str, folder: str) -> tuple[int, list[float], list[float], list[
 def test_a_warmed_up_run_goes_on_sparse(pool, tmp_path, keys, error):
     """A second run without the flag takes the checkpoint, on another grid; with all keys its loss is the same."""
     choice = f"--dsa-indexer-topk {keys}"
-    pool.run(save, 2, f"{WARM_UP} {choice} {cp(1, 2)}", str(tmp_path))
+    pool.run(train_and_save, 2, f"{WARM_UP} {choice} {cp(1, 2)}", str(tmp_path))
     again, dense, taught, _ = pool.run(go_on, 1, f"{WARM_UP} {choice}", str(tmp_path))[0]
     sparse = f"{DSA} {choice} --use-checkpoint-args {cp(2, 1)}"
     start, losses, ours, notes = pool.run(go_on, 2, sparse, str(tmp_path))[0]

@@ -24,8 +24,10 @@ from tests.distributed.training_runs import (
     T2,
     V2,
     cp,
+    first_gradients,
     fpdt,
     make_job,
+    take_steps,
     train_job,
 )
 from tests.pairs import also_in_full
@@ -64,10 +66,7 @@ def run(flags: str, wrong: str = "") -> Run:
     from megatron.context_parallel.fpdt.sparse import chunked_choice
     from megatron.context_parallel.sparse_attention import choice
     from megatron.context_parallel.sparse_attention.chosen_attention import Indexer
-    from megatron.training.job import batches_for
     from megatron.training.model import core_config, optimizer
-    from megatron.training.step import train_step
-    from tests.distributed.training_runs import first_gradients
 
     keys: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     tied: list[bool] = []
@@ -107,11 +106,8 @@ def run(flags: str, wrong: str = "") -> Run:
         job = make_job(f"{flags} {WIDE}")
         logits: dict[int, Tensor] = {}
         keep_logits(job, logits)
-        batches = batches_for(job, job.datasets[0], 0, 0)
         with first_gradients(job) as gradients:
-            result = train_step(
-                job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-            )
+            (result,) = take_steps(job)
     losses = [result.lm_loss, result.further["indexer loss"]]
     return Run(losses, {name: grad.clone() for name, grad in gradients.items()}, logits, dict(keys), tied)
 

@@ -29,7 +29,7 @@ from megatron.training.features.measuring.stragglers import (
     edges_by_phase,
     slow_ranks,
 )
-from tests.distributed.training_runs import make_job
+from tests.distributed.training_runs import make_job, run_loop
 from tests.patience import patience
 
 
@@ -71,8 +71,6 @@ def train(flags: str, slow: int) -> str:
     """The console of a run in which one rank sleeps after each layer."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.loop import training_loop
     from megatron.training.report.reporter import Reporter
 
     usual, stragglers.LEAST = stragglers.LEAST, 40
@@ -80,10 +78,9 @@ def train(flags: str, slow: int) -> str:
     for module in job.model_chunks[0].modules():
         if isinstance(module, TransformerLayer) and dist.get_rank() == slow:
             module.register_forward_hook(lambda *_: time.sleep(0.05))
-    stopper, console = Stopper(job.runtime.device, None), io.StringIO()
+    console = io.StringIO()
     with redirect_stdout(console):
-        training_loop(job, Reporter(job.config, active=True, first_iteration=0, last_iteration=6), stopper)
-    stopper.restore()
+        run_loop(job, Reporter(job.config, active=True, first_iteration=0, last_iteration=6))
     stragglers.LEAST = usual
     return console.getvalue()
 

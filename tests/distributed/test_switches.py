@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job
+from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, refusal_of, run_loop, save_job, train_job
 from tests.errors import worst
 
 RAMP = "--rampup-seq-length 16 8 6"  # 24, 32, 40, 48, 56, 64 of 64 tokens
@@ -106,19 +107,12 @@ def loop(job):
     """Run the real loop; returns (whether it saved at the end, whether each garbage collection was automatic)."""
     import gc
 
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.loop import training_loop
-    from megatron.training.report.reporter import Reporter
-
     collected, collect = [], gc.collect
     gc.collect = lambda *args: collected.append(gc.isenabled()) or collect(*args)
-    reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=job.iterations)
-    stopper = Stopper(job.runtime.device, None)
     try:
-        return training_loop(job, reporter, stopper), collected
+        return run_loop(job), collected
     finally:
         gc.collect = collect
-        stopper.restore()
 
 
 def save_some(folder):
@@ -135,15 +129,10 @@ def contents(folder):
 
 
 def begin(flags):
-    """(iteration, a number for the weights, the next random number) of a run that is about to start, or its refusal."""
+    """(iteration, a number for the weights, the next random number) of a run that is about to start."""
     import torch
 
-    from megatron.training.refusal import Refusal
-
-    try:
-        job = make_job(f"{SMALL} {flags}")
-    except Refusal as refusal:
-        return str(refusal)
+    job = make_job(f"{SMALL} {flags}")
     weights = sum(parameter.detach().double().abs().sum().item() for parameter in job.model_chunks[0].parameters())
     return job.progress.iteration, weights, torch.rand(1).item()
 
@@ -152,11 +141,9 @@ def save_and_draw(folder):
     """The next random number after a save."""
     import torch
 
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(SMALL)
     torch.rand(7)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
     return torch.rand(1).item()
 
 
@@ -186,7 +173,7 @@ def test_saving_and_loading_in_part(pool, tmp_path: Path):
     resumed = pool.run(begin, 1, f"--load {tmp_path} --no-load-optim")[0]
     assert fresh[0] == started[0] == 0 and resumed[0] == 2
     assert fresh[1] != started[1] == resumed[1]
-    assert "no optimizer state" in pool.run(begin, 1, f"--load {tmp_path}")[0]
+    assert "no optimizer state" in pool.run(refusal_of, 1, f"{SMALL} --load {tmp_path}")[0]
 
 
 def test_the_random_state_is_left_where_it_is(pool, tmp_path: Path):
@@ -223,7 +210,6 @@ def evaluate_on_groups(folder, groups):
     from megatron.training.job import prepare
     from megatron.training.report.reporter import Reporter
     from megatron.training.setup import start
-    from tests.distributed.training_runs import RUN, SHAPE
 
     flags = f"{SHAPE} {RUN} {SMALL} --num-layers 2 --eval-iters 1 --train-iters 1 --data-cache-path {folder}/cache"
     words = [*flags.replace("--mock-data", "").split(), "--pipeline-model-parallel-size", "2"]
@@ -253,23 +239,14 @@ def test_several_validation_sets_by_name(pool, tmp_path: Path):
 
 def trained(flags, losses):
     """Run the real loop with the given validation losses by iteration."""
-    from megatron.training import loop
     from megatron.training.features import held_out
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.report.reporter import Reporter
 
     def evaluate(job, reporter, name, dataset):
         return {f"{name}_loss": losses[job.progress.iteration - 1]}
 
-    job, real = make_job(f"{SMALL} {flags}"), held_out.evaluate_on
-    stopper = Stopper(job.runtime.device, None)
-    held_out.evaluate_on = evaluate
-    try:
-        reporter = Reporter(job.config, active=False, first_iteration=0, last_iteration=job.iterations)
-        return job.progress.iteration, loop.training_loop(job, reporter, stopper)
-    finally:
-        held_out.evaluate_on = real
-        stopper.restore()
+    job = make_job(f"{SMALL} {flags}")
+    with patch.object(held_out, "evaluate_on", evaluate):
+        return job.progress.iteration, run_loop(job)
 
 
 @pytest.mark.lab
@@ -299,11 +276,9 @@ RESET_RUN = "--lr-decay-style linear --train-iters 50"
 
 def train_and_save(flags, folder):
     """Three steps, a save, and the learning rate and the first gradient of the fourth step."""
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(flags)
     train_job(job, 3)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
     return job.optimizer.param_groups[0]["lr"], float(job.optimizer.optimizer.state_dict()["state"][0]["step"])
 
 

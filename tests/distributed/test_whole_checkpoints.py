@@ -18,7 +18,7 @@ from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, read_list, sum_of
 from megatron.training.refusal import Refusal
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import make_job, refusal_of, run_loop, save_job, train_job
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -45,20 +45,16 @@ def trained(flags, full_at=()):
     ``full_at``: iterations whose checkpoints find the disk full.
     """
     from megatron.training.checkpoint import rank_file
-    from megatron.training.features.stopping import Stopper
-    from megatron.training.loop import training_loop
 
     job, lines, names = make_job(f"{SMALL} {flags}"), Lines(), [f"iter_{number:07d}" for number in full_at]
-    stopper = Stopper(job.runtime.device, None)
     write = rank_file._Summed.write
     rank_file._Summed.write = lambda file, data: (
         full_disk() if any(name in str(file.name) for name in names) else write(file, data)
     )
     try:
-        whole = training_loop(job, lines, stopper)
+        whole = run_loop(job, lines)
     finally:
         rank_file._Summed.write = write
-        stopper.restore()
         job.owner.release()
     return lines.said, whole, train_job(job, 2)[0]
 
@@ -109,16 +105,12 @@ def saves_with(folder, refused):
     """A save, then one for each (rank, file) that cannot be written; returns the lines and the remaining files."""
     import torch.distributed as dist
 
-    from megatron.training.checkpoint import checkpoint, checkpoint_folder, rank_file
+    from megatron.training.checkpoint import checkpoint_folder, rank_file
 
     job = make_job(f"{SMALL} --zero-stage 1")
     train_job(job, 1)
-    state, write, mkdir = (
-        (job.model_chunks, job.optimizer, job.schedule, job.config),
-        rank_file._Summed.write,
-        Path.mkdir,
-    )
-    checkpoint.save(folder, job.progress, *state)
+    write, mkdir = rank_file._Summed.write, Path.mkdir
+    save_job(folder, job)
     job.progress.iteration, message = 2, []
     for rank, name in refused:
         if dist.get_rank() == rank:
@@ -129,7 +121,7 @@ def saves_with(folder, refused):
                 full_disk() if path.name == at else mkdir(path, *args, **more)
             )
         try:
-            checkpoint.save(folder, job.progress, *state)
+            save_job(folder, job)
             message.append(None)
         except OSError as error:
             dist.barrier()  # the first rank removes partial files
@@ -152,12 +144,10 @@ def test_a_disk_that_fills_up_in_any_phase_keeps_earlier_checkpoints(pool, tmp_p
 
 
 def saved_twice(folder):
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(SMALL)
     for _ in range(2):
         train_job(job, 1)
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +163,7 @@ def two(pool, shared, tmp_path_factory):
 
 
 def refused(flags):
-    try:
-        make_job(f"{SMALL} {flags}")
-    except Refusal as refusal:
-        return str(refusal)
-    return None
+    return refusal_of(f"{SMALL} {flags}")
 
 
 def flip(path, at):
@@ -325,7 +311,7 @@ def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, 
     assert expected in message and "\n" not in message
     assert f"the next older complete one is {folder}/iter_0000001: load it with --ckpt-step 1" in message
     message, _ = pool.run(refused, 2, f"--load {folder} --micro-batch-size 1 --skip-damaged-checkpoints --finetune")
-    assert message is None
+    assert message == ""
 
 
 def test_copies_under_their_own_names_and_other_files_are_no_damage(pool, two, tmp_path):
@@ -373,13 +359,12 @@ def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
 
 def rolled_back(folder, skip):
     """Save twice, damage the newer one, and roll back as after a bad batch; returns the iteration and the lines."""
-    from megatron.training.checkpoint import checkpoint
     from megatron.training.features.bad_batches import roll_back
 
     job, output = make_job(f"{SMALL} --save {folder} --load {folder}{' --skip-damaged-checkpoints' * skip}"), []
     for _ in range(2):
         train_job(job, 1)
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
     flip(Path(folder) / "iter_0000002" / "__0_0.distcp", -200)
     try:
         return roll_back(job, output.append), output
@@ -428,7 +413,7 @@ def save_harm(folder, harm):
     job, states = make_job(SMALL), checkpoint.random_state
     checkpoint.random_state = lambda: {"python": Harmful(harm)}
     try:
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
     finally:
         checkpoint.random_state = states
 

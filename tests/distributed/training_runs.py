@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -60,21 +60,80 @@ def make_job(flags: str, llama: bool = True, offload: Any = None) -> Any:
 
 def train_job(job: Any, steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Train some steps: losses, gradient norms, and the gradients of the first step by canonical name."""
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
-
-    batches = batches_for(job, job.datasets[0], job.progress.consumed_train_samples, 0)
+    batches = data_of(job, consumed=job.progress.consumed_train_samples)
     losses, norms = [], []
     with first_gradients(job) as grads:
         for _ in range(steps):
-            result = train_step(
-                job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get(),
-                objective=job.objective,
-            )  # fmt: skip
+            (result,) = take_steps(job, 1, batches)
             job.progress.advance(job.config.data.global_batch_size, job.config.data.seq_length)
             losses.append(result.lm_loss)
             norms.append(result.grad_norm)
     return losses, norms, grads
+
+
+def data_of(job: Any, dataset: int = 0, consumed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's micro-batches for training (0), validation (1) or test (2)."""
+    from megatron.training.job import batches_for
+
+    return batches_for(job, job.datasets[dataset], consumed, 0)
+
+
+def take_steps(job: Any, count: int = 1, batches: Any = None) -> list[Any]:
+    """What some steps return that count nothing; on the first batches unless others are given."""
+    from megatron.training.step import train_step
+
+    batches = data_of(job) if batches is None else batches
+    parts = job.model_chunks, job.optimizer, job.schedule, batches, job.config
+    return [train_step(job.runtime, *parts, job.batch_sizes.get(), objective=job.objective) for _ in range(count)]
+
+
+def evaluated_loss(job: Any, batches: Any = None, count: int | None = None, iterations: int = 1) -> float:
+    """The loss of an evaluation: of ``count`` micro-batches (default: those of a step), some times."""
+    from megatron.training.step import evaluate
+
+    batches = data_of(job) if batches is None else batches
+    count = job.batch_sizes.get() if count is None else count
+    return evaluate(job.runtime, job.model_chunks, batches, job.config, count, iterations).lm_loss
+
+
+def run_loop(job: Any, reporter: Any = None) -> bool:
+    """Run the program's loop to its end, silently unless a reporter is given; whether the last checkpoint was saved."""
+    from megatron.training.features.stopping import Stopper
+    from megatron.training.loop import training_loop
+    from megatron.training.report.reporter import Reporter
+
+    stopper = Stopper(job.runtime.device, None)
+    silent = Reporter(job.config, active=False, first_iteration=0, last_iteration=job.iterations)
+    try:
+        return training_loop(job, reporter or silent, stopper)
+    finally:
+        stopper.restore()
+
+
+def save_job(folder: Any, job: Any) -> Any:
+    """Save a checkpoint; returns its path."""
+    from megatron.training.checkpoint import checkpoint
+
+    return checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+
+
+def refusal_of(flags: str, llama: bool = True, make: Callable[..., Any] = make_job) -> str:
+    """The refusal of a run that is about to start; "" if it may."""
+    from megatron.training.refusal import Refusal
+
+    try:
+        make(flags, llama)
+    except Refusal as refusal:
+        return str(refusal)
+    return ""
+
+
+def weights_of(job: Any) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by canonical name."""
+    from megatron.training.checkpoint.checkpoint import unwrap
+    from megatron.training.model.weights import canonical_parameters
+
+    return {name: weight for chunk in job.model_chunks for name, weight in canonical_parameters(unwrap(chunk))}
 
 
 @contextmanager
@@ -138,21 +197,18 @@ def wrong_by(wrong: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor
     return float((wrong[name] - right[name]).abs().max() / right[name].abs().max())
 
 
-def save(flags: str, folder: str) -> list[float]:
-    """Train two steps and save; losses of two more."""
-    from megatron.training.checkpoint import checkpoint
-
-    job = make_job(flags)
-    train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
-    return train_job(job, 2)[0]
+def train_and_save(flags: str, folder: str, before: int = 2, after: int = 2, llama: bool = True) -> list[list[float]]:
+    """Train, save and continue: the losses before the save, and after it."""
+    job = make_job(flags, llama)
+    losses = train_job(job, before)[0]
+    save_job(folder, job)
+    return [losses, train_job(job, after)[0]]
 
 
-def resume(flags: str, folder: str) -> list[float]:
-    """Losses of two steps after those that :func:`save` saved."""
-    job = make_job(f"{flags} --load {folder}")
-    assert job.progress.iteration == 2
-    return train_job(job, 2)[0]
+def resume(flags: str, folder: str, steps: int = 2, llama: bool = True) -> tuple[int, list[float]]:
+    """The iteration at which a run continues from a checkpoint, and the losses of its next steps."""
+    job = make_job(f"{flags} --load {folder}", llama)
+    return job.progress.iteration, train_job(job, steps)[0]
 
 
 def run_training(flags: str, llama: bool = True, steps: int = 20) -> tuple[list[float], list[float], dict]:
@@ -185,8 +241,6 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
     Returns the number of copies in a step, and the names of gradients that differ in any bit.
     """
     from megatron.certifying.programs.whole_gradients import full_gradients
-    from megatron.training.job import batches_for
-    from megatron.training.step import train_step
     from tests.adversary import Adversary
 
     streams, result = Adversary(1), []
@@ -194,10 +248,7 @@ def schedules_that_differ(flags: str, llama: bool, schedules: int) -> tuple[int,
     job.optimizer.prepare_grads = lambda: (result.append(full_gradients(job)), True)[1]  # and skip the update
     for seed in range(1, schedules + 1):  # the first is as early as possible
         streams.start_again(seed * dist.get_world_size() + dist.get_rank() if seed > 1 else 1)
-        batches = batches_for(job, job.datasets[0], 0, 0)
-        train_step(
-            job.runtime, job.model_chunks, job.optimizer, job.schedule, batches, job.config, job.batch_sizes.get()
-        )
+        take_steps(job)
         streams.finish()
     differ = {name for other in result for name, grad in other.items() if not torch.equal(grad, result[0][name])}
     return streams.now // schedules, sorted(differ)
