@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.data.batches import micro_batches
-from megatron.training.data.chat_dataset import epoch, pack
+from megatron.training.data.chat_dataset import epoch
 from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import build_datasets
+from megatron.training.data.packing.packing_plans import best_fit
 from megatron.training.data.read_tokens import DataError
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.ownership.atomic import LIST, sample_of
@@ -161,11 +162,11 @@ def test_what_a_line_may_contain(tmp_path):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(0, 5))
 def test_packing_holds_everything_once_and_nothing_too_long(lengths, seed):
     lengths = np.array(lengths)
-    for bins in (pack(lengths, 50), epoch(lengths, 50, (seed, 0))):
+    for bins in (best_fit(lengths, 50), epoch(lengths, 50, (seed, 0))):
         assert sorted(int(item) for items in bins for item in items) == list(range(len(lengths)))
         assert all(lengths[items].sum() <= 50 for items in bins)
     fewest = -(-int(lengths.sum()) // 50)
-    assert len(pack(lengths, 50)) <= max(2 * fewest - 1, 1)
+    assert len(best_fit(lengths, 50)) <= max(2 * fewest - 1, 1)
 
 
 def test_epochs_are_shuffled_anew_and_do_not_depend_on_the_length_of_the_run(tmp_path, folder, tokenizer):

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 from array import array
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from megatron.training.arguments.data_paths import parse_split
 from megatron.training.data import index_files as data_files
 from megatron.training.data.chat_template import LONGEST, ChatTemplate, read_chats
 from megatron.training.data.index_files import load_numbers
+from megatron.training.data.packing.packing_plans import best_fit
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
 from megatron.training.data.sources.answer_pairs import Pairs, last_turns, read_pairs
 from megatron.training.data.sources.contents import content_of
@@ -39,31 +39,8 @@ from megatron.training.ownership.atomic import atomic_folder, check_complete
 from megatron.training.refusal import Refusal, one_line, refuse_together
 from megatron.training.settings.config import Config, DataConfig
 
-# Conversations share a sample by best-fit packing (Ding et al. 2024, Fewer Truncations Improve Language Modeling,
-# section 3), in a new random order for each epoch.
+# Conversations share a sample by best-fit packing, in a new random order for each epoch.
 GROUP = 64  # samples packed together: few enough that each epoch has different samples
-
-
-def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Sort items into bins of size ``capacity`` by best-fit decreasing; returns the items of each bin.
-
-    Args:
-        lengths: length of each item, at most ``capacity``.
-    """
-    bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (free space, bin), ascending
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[item])
-        at = bisect_left(free, (length, -1))
-        if at == len(free):
-            space, number = capacity, len(bins)
-            bins.append([])
-        else:
-            space, number = free.pop(at)
-        bins[number].append(item)
-        if space > length:
-            insort(free, (space - length, number))
-    return bins
 
 
 def epoch(lengths: np.ndarray, capacity: int, key: tuple[int, ...]) -> list[np.ndarray]:
@@ -79,7 +56,7 @@ def epoch(lengths: np.ndarray, capacity: int, key: tuple[int, ...]) -> list[np.n
     group = np.cumsum(lengths[order]) // (GROUP * capacity)
     samples = []
     for part in np.split(order, np.flatnonzero(np.diff(group)) + 1):
-        samples += [part[items] for items in pack(lengths[part], capacity)]
+        samples += [part[items] for items in best_fit(lengths[part], capacity)]
     return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
 
 

@@ -122,12 +122,7 @@ def make_plan(
         if samples is not None and len(made) >= samples:
             break
     counts = np.fromiter(map(len, made), np.int64, len(made))
-    return PackingPlan(np.concatenate([np.concatenate(one) for one in _grouped(made)]), np.append(0, np.cumsum(counts)))
-
-
-def _grouped(made: list[np.ndarray], size: int = 4096) -> Iterator[list[np.ndarray]]:
-    for start in range(0, len(made), size):
-        yield made[start : start + size]
+    return PackingPlan(np.concatenate(made), np.append(0, np.cumsum(counts)))
 
 
 def _sources(
@@ -166,7 +161,26 @@ def _windows(
             return
 
 
-Bins = list[list[np.ndarray]]
+def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Sort items into bins of size ``capacity`` by best-fit decreasing; returns the items of each bin.
+
+    Args:
+        sizes: of each item [n], at most ``capacity``.
+    """
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, number of the bin), ascending
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        at = bisect_left(free, (size, -1))
+        if at == len(free):
+            room, number = capacity, len(bins)
+            bins.append([])
+        else:
+            room, number = free.pop(at)
+        bins[number].append(item)
+        if room > size:
+            insort(free, (room - size, number))
+    return bins
 
 
 def _best_fit(
@@ -174,27 +188,11 @@ def _best_fit(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Pieces of each sample, and the pieces for the next window; of those that are late already there are none."""
     every = np.concatenate([late, pieces])
-    sizes = every[:, 2].tolist()
-    order = np.lexsort((np.arange(len(every)), -every[:, 2])).tolist()
-    free: list[tuple[int, int]] = []  # (room, number of the sample), ascending
-    members: list[list[int]] = []
-    for piece in order:
-        size = sizes[piece]
-        at = bisect_left(free, (size, -1))
-        if at == len(free):
-            members.append([piece])
-            room, number = capacity - size, len(members) - 1
-        else:
-            room, number = free.pop(at)
-            members[number].append(piece)
-            room -= size
-        if room > 0:
-            insort(free, (room, number))
-    rooms = dict.fromkeys(range(len(members)), 0) | {number: room for room, number in free}
     kept: list[np.ndarray] = []
     later: list[int] = []
-    for number, one in enumerate(members):
-        if not last and rooms[number] > (1 - SPARSE) * capacity and min(one) >= len(late):
+    for one in best_fit(every[:, 2], capacity):
+        room = capacity - every[one, 2].sum()
+        if not last and room > (1 - SPARSE) * capacity and min(one) >= len(late):
             later += one
         else:
             kept.append(every[sorted(one)])
@@ -210,7 +208,7 @@ def _by_work(
     room, work = np.full(count, capacity, np.int64), np.zeros(count)
     members: list[list[int]] = [[] for _ in range(count)]
     later: list[int] = []
-    for piece in np.lexsort((np.arange(len(every)), -every[:, 2])).tolist():
+    for piece in np.argsort(-every[:, 2], kind="stable").tolist():
         size = int(every[piece, 2])
         fits = room >= size
         if fits.any():
