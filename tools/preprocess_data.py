@@ -114,14 +114,13 @@ def preprocess(args: argparse.Namespace, method: str = METHOD) -> list[str]:
         with one_job(parts.folder):
             if args.overwrite:
                 parts.remove_others()
-            made = make_with_ray(parts, args.workers) if args.engine == "ray" else _here(parts, args.workers)
+            if args.engine == "ray":
+                made = make_with_ray(parts, args.workers)
+            else:
+                made = make_here(parts, range(parts.count), args.workers)
             _progress(made, parts.count, start)
             totals, _, notes = merge_parts(parts.folder, args.output_prefix, args.overwrite)
     return [*summary(totals, outputs, work.settings.dtype, time.monotonic() - start, args.workers), *notes]
-
-
-def _here(parts: Parts, workers: int) -> Iterable[tuple[int, Totals]]:
-    return make_here(parts, range(parts.count), workers)
 
 
 def _progress(made: Iterable[tuple[int, Totals]], count: int, start: float) -> None:

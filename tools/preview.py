@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from megatron.system.own_process import Ended, in_own_process
-from megatron.training.data.chat_dataset import BYTES_RENDERED, MEMORY, SECONDS
-from megatron.training.data.chat_template import LONGEST, Chat, ChatTemplate, checked_chats
+import numpy as np
+
+from megatron.training.data.chat_dataset import chosen_template
+from megatron.training.data.chat_template import Chat, ChatTemplate, checked_chats, rendered_apart
 from megatron.training.data.encoding import tokenizer_of
 from megatron.training.data.row_files import form_of, messages_of
 from megatron.training.data.sources.partitions import Work
@@ -85,32 +85,15 @@ def _name(record: Record, key: str, keys: Iterable[str]) -> str:
 
 
 def _template(args: argparse.Namespace, tokenizer: Tokenizer) -> ChatTemplate:
-    given = None
-    if args.sft_tokenizer_prompt_format:
-        try:
-            with open(args.sft_tokenizer_prompt_format, encoding="utf-8") as file:
-                given = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise Refusal(f"--sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format}: {error}") from None
     if tokenizer.transformers is None:
         raise Refusal("chats need --tokenizer-type HuggingFaceTokenizer, whose chat template renders them")
-    return ChatTemplate(tokenizer.transformers, given, tokenizer.source)
+    return chosen_template(args.sft_tokenizer_prompt_format or "default", tokenizer)
 
 
 def _rendered(chats: list[Chat], template: ChatTemplate) -> Iterator[Shown]:
-    """Chats, rendered in a process of their own, because a template may be a stranger's."""
+    def parts_of(chat: Chat) -> tuple[bytes, bytes]:
+        found = template(chat)
+        return found.ids.tobytes(), found.spoken.tobytes()
 
-    def items() -> Iterator[tuple[Any, ...]]:
-        for chat in chats:
-            found = template(chat)
-            yield chat.where, found.ids.astype("int32").tobytes(), found.spoken.tobytes()
-
-    import numpy as np
-
-    try:
-        for where, ids, spoken in in_own_process(
-            items, memory=MEMORY + BYTES_RENDERED * LONGEST, seconds=SECONDS, errors=(Refusal,)
-        ):
-            yield where, np.frombuffer(ids, np.int32).tolist(), np.frombuffer(spoken, bool).tolist()
-    except Ended as ended:
-        raise Refusal(f"{chats[0].where}: the chat template cannot be rendered: {ended}") from None
+    for where, (ids, spoken) in rendered_apart(((chat,) for chat in chats), parts_of):
+        yield where, np.frombuffer(ids, np.int32).tolist(), np.frombuffer(spoken, bool).tolist()

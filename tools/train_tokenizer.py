@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from megatron.training.data.text_files import BadRecord, Reader, expand, parse
+from megatron.training.data.text_files import BadRecord, Reader, expand, fields_of, texts_of
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
 from tools.convert_command import one_line_errors
@@ -43,7 +43,8 @@ def lines(args: argparse.Namespace) -> Iterator[str]:
     with tqdm(total=min(args.input_bytes, reader.bytes_total), unit="B", unit_scale=True, disable=None) as bar:
         for record in reader:
             try:
-                text = (parse(record, (args.json_key,)) or {}).get(args.json_key, "")
+                fields = fields_of(record, args.json_key)
+                text = "" if fields is None else texts_of(fields, (args.json_key,))[args.json_key]
             except BadRecord as error:
                 raise Refusal(f"{record.where()}: {error}") from None
             for line in text.splitlines():

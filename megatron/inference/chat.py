@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ import torch.distributed as dist
 from megatron.inference.decoder import Decoder
 from megatron.inference.generate import Answer, Request, generate
 from megatron.inference.load import check_length
-from megatron.system.own_process import Ended, in_own_process
-from megatron.training.data.chat_dataset import BYTES_RENDERED, MEMORY, SECONDS
-from megatron.training.data.chat_template import LONGEST, Chat, ChatTemplate, Message, checked_chats
+from megatron.training.data.chat_template import Chat, ChatTemplate, Message, checked_chats, rendered_apart
 from megatron.training.data.row_files import messages_of
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.json_file import parse_json, read_bytes
@@ -89,17 +87,8 @@ class Template:
         return frozenset({token} & set(self._template.special_ids))
 
     def _apart(self, chats: Sequence[Chat], render: Callable[[Chat], Sequence[int]]) -> list[list[int]]:
-        def items() -> Iterator[tuple[int, ...]]:
-            for chat in chats:
-                yield tuple(render(chat))
-
-        memory, found = MEMORY + BYTES_RENDERED * LONGEST, []
-        try:
-            for ids in in_own_process(items, memory=memory, seconds=SECONDS, errors=(Refusal,)):
-                found.append(list(ids))
-        except Ended as ended:
-            raise Refusal(f"{chats[len(found)].where}: the chat template cannot be rendered: {ended}") from None
-        return found
+        every = rendered_apart(((chat,) for chat in chats), lambda chat: tuple(render(chat)))
+        return [list(ids) for _, ids in every]
 
 
 class Stream:

@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.data import encoding
 from megatron.training.data.genome import CODES
-from megatron.training.data.text_files import Reader, parse
+from megatron.training.data.text_files import Reader, fields_of
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer, check_vocab, padded_vocab_size
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import DataConfig
@@ -221,7 +221,7 @@ def test_long_records_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_parsed_text_is_the_sequence(tmp_path: Path):
     (tmp_path / "x.fa").write_bytes(FASTA)
-    assert [parse(record, ("text",)) for record in Reader([str(tmp_path / "x.fa")])] == [
+    assert [fields_of(record, "text") for record in Reader([str(tmp_path / "x.fa")])] == [
         {"text": "ACGTACGTNNRYU"},
         {"text": "TTTGGGCC"},
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.system.own_process import Ended, in_own_process
 from megatron.system.processes import started
-from megatron.training.data import chat_dataset
+from megatron.training.data import chat_dataset, chat_template
 from megatron.training.data.chat_template import ChatTemplate
 from megatron.training.data.text_files import Reader
 from megatron.training.data.tokenizer import build_tokenizer
@@ -128,7 +128,7 @@ def test_chat_templates_without_end_are_refused_in_one_line(tmp_path, monkeypatc
     tokenizer = build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)), None)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (path := tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    monkeypatch.setattr(chat_dataset, "SECONDS", 0)
+    monkeypatch.setattr(chat_template, "SECONDS", 0)
     with pytest.raises(Refusal) as refusal:
         chat_dataset.render(str(path), "--data-path", ChatTemplate(tokenizer.transformers, template, "t"), pairs=False)
     assert ENDLESS[template] in str(refusal.value) and f"{path}, line 1: the chat template" in str(refusal.value)

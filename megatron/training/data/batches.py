@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from megatron.context_parallel.layout.documents import document_ends, document_rows, restart
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
@@ -42,48 +42,31 @@ class Plans(Protocol):
     def receive(self, ends: torch.Tensor, made: list[Any]) -> dict[Any, Any]: ...
 
 
-class MicroBatchSampler(Sampler[list[tuple[int, bool, int]]]):
-    """The samples of this data-parallel rank, micro-batch by micro-batch.
+def sample_order(
+    total: int, start: int, micro_batch: int, rank: int, ranks: int, cyclic: bool, seed: int, drop_last: bool
+) -> Iterator[list[tuple[int, bool, int]]]:
+    """The samples of a data-parallel rank for each micro-batch: (sample, real, number in the run).
 
-    For each micro-batch, the ranks share the next ``micro_batch_size * data_parallel_size`` samples of one order, and
-    rank d takes the d-th part. So the n-th global batch of G samples has samples nG to (n+1)G - 1 on every grid. The
-    order is that of the dataset ("single"), or endless and shuffled again in each epoch ("cyclic").
+    The ranks share the next ``micro_batch * ranks`` samples of one order, and rank d takes the d-th part. So the n-th
+    global batch of G samples has samples nG to (n+1)G - 1 on every grid. The order is that of the dataset, or endless
+    and shuffled again in each epoch (``cyclic``). A sample that is not real fills a micro-batch and has no loss.
     """
-
-    def __init__(
-        self,
-        total: int,
-        consumed: int,
-        micro_batch: int,
-        rank: int,
-        ranks: int,
-        cyclic: bool,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        self.total, self.consumed, self.cyclic, self.seed, self.drop_last = total, consumed, cyclic, seed, drop_last
-        self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
-
-    def __iter__(self) -> Iterator[list[tuple[int, bool, int]]]:
-        """Lists of (sample, real, number in the run). A sample that is not real fills a micro-batch and has no loss."""
-        of_all_ranks = self.micro_batch * self.ranks
-        epoch, order = -1, torch.empty(0)
-        start = self.consumed
-        while self.cyclic or start < self.total:
-            if not self.cyclic and self.drop_last and start + of_all_ranks > self.total:
-                return
-            own = range(start + self.rank * self.micro_batch, start + (self.rank + 1) * self.micro_batch)
-            if self.cyclic:
-                batch = []
-                for position in own:
-                    if position // self.total != epoch:
-                        epoch = position // self.total
-                        order = torch.randperm(self.total, generator=torch.Generator().manual_seed(self.seed + epoch))
-                    batch.append((int(order[position % self.total]), True, position))
-                yield batch
-            else:
-                yield [(min(i, self.total - 1), i < self.total, i) for i in own]
-            start += of_all_ranks
+    epoch, order = -1, torch.empty(0)
+    while cyclic or start < total:
+        if not cyclic and drop_last and start + micro_batch * ranks > total:
+            return
+        own = range(start + rank * micro_batch, start + (rank + 1) * micro_batch)
+        if cyclic:
+            batch = []
+            for position in own:
+                if position // total != epoch:
+                    epoch = position // total
+                    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed + epoch))
+                batch.append((int(order[position % total]), True, position))
+            yield batch
+        else:
+            yield [(min(i, total - 1), i < total, i) for i in own]
+        start += micro_batch * ranks
 
 
 class Later(Dataset):
@@ -100,19 +83,19 @@ class Later(Dataset):
         return self.first + len(self.samples)
 
     def __getitem__(self, index: int) -> Batch:
-        if index < self.first:
-            raise IndexError(f"sample {index} is of an earlier stage")
-        return self.samples[index - self.first]
+        return self.part(index, None)
 
-    def part(self, index: int, spans: Spans) -> Batch:
+    def part(self, index: int, spans: Spans | None) -> Batch:
         """As :func:`part_of`."""
         if index < self.first:
             raise IndexError(f"sample {index} is of an earlier stage")
         return part_of(self.samples, index - self.first, spans)
 
 
-def part_of(dataset: Dataset, index: int, spans: Spans) -> Batch:
+def part_of(dataset: Dataset, index: int, spans: Spans | None) -> Batch:
     """A sample; if the dataset can, only the tokens at the positions of ``spans`` are read, and the others are 0."""
+    if spans is None:
+        return dataset[index]
     if isinstance(dataset, BlendedDataset):
         dataset, index = dataset.datasets[dataset.dataset_index[index]], int(dataset.dataset_sample_index[index])
     return dataset.part(index, spans) if hasattr(dataset, "part") else dataset[index]
@@ -130,7 +113,7 @@ class _Samples(Dataset):
         if self.numbers_only:
             return {"numbers": torch.tensor(number)}
         try:
-            sample = self.dataset[index] if self.spans is None else part_of(self.dataset, index, self.spans)
+            sample = part_of(self.dataset, index, self.spans)
         except DataError as error:
             return DataError(str(error))
         loss_mask = sample["loss_mask"] if real else torch.zeros_like(sample["loss_mask"])
@@ -255,12 +238,12 @@ def micro_batches(
         raise Refusal(
             f"{consumed_samples} samples were consumed before, but the data hold {total}: give the same data as before"
         )
-    sampler = MicroBatchSampler(
+    order = sample_order(
         total, consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size, cyclic, seed, drop_last
     )
     loader = DataLoader(
         _Samples(dataset, eod, numbers_only, spans),
-        batch_sampler=sampler,
+        batch_sampler=order,
         num_workers=num_workers,
         collate_fn=partial(_stack, plans),
         worker_init_fn=_start_worker,

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +22,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from megatron.system.own_process import Ended, in_own_process
 from megatron.training.arguments.data_paths import parse_split
 from megatron.training.data import index_files as data_files
-from megatron.training.data.chat_template import LONGEST, ChatTemplate, read_chats
+from megatron.training.data.chat_template import LONGEST, Chat, ChatTemplate, read_chats, rendered_apart
 from megatron.training.data.index_files import load_numbers
 from megatron.training.data.packing.packing_plans import best_fit
 from megatron.training.data.read_tokens import DataError, FileArray, check_ids, unmapped
@@ -63,8 +61,6 @@ def epoch(lengths: np.ndarray, capacity: int, key: tuple[int, ...]) -> list[np.n
 # The first rank renders the tokens of a file of chats once and keeps them next to the data.
 
 logger = logging.getLogger(__name__)
-# A template is a program, whose loops and texts may have any size. Limits of the process that renders a file's chats:
-MEMORY, BYTES_RENDERED, SECONDS = 2 << 30, 250, 600  # bytes, besides some a byte of the longest chat; CPU time of one
 PARTS = {"tokens": np.int32, "spoken": np.bool_, "starts": np.int64, "lines": np.int64, "margins": np.float64}
 
 
@@ -96,33 +92,23 @@ def render(path: str, flag: str, template: ChatTemplate, pairs: bool, bar: bool 
     Raises:
         Refusal: a conversation is invalid or the template cannot render it (with file and line); or there is none.
     """
-    tokens, spoken, starts, lines, where = array("i"), bytearray(), array("q", [0]), array("q"), path
-    margins = array("d")
+    tokens, spoken, starts, lines, margins = array("i"), bytearray(), array("q", [0]), array("q"), array("d")
 
-    def chats() -> Iterator[tuple[str] | tuple[int, bytes, bytes, float]]:
-        every = read_pairs(path, flag) if pairs else ((chat, 0, 0.0) for chat in read_chats(path, flag))
-        for chat, turns, margin in every:
-            yield (chat.where,)
-            rendered = template(chat)
-            mask = last_turns(rendered.spoken, turns) if turns else rendered.spoken
-            yield int(chat.where.rpartition(" ")[2]), rendered.ids.tobytes(), mask.tobytes(), margin
+    def parts_of(chat: Chat, turns: int, margin: float) -> tuple[bytes, bytes, float]:
+        rendered = template(chat)
+        mask = last_turns(rendered.spoken, turns) if turns else rendered.spoken
+        return rendered.ids.tobytes(), mask.tobytes(), margin
 
+    chats = read_pairs(path, flag) if pairs else ((chat, 0, 0.0) for chat in read_chats(path, flag))
     longest = os.path.getsize(path) if path.endswith((".json", ".jsonl")) and not is_remote(path) else LONGEST
-    memory = MEMORY + BYTES_RENDERED * min(longest, LONGEST)
     with tqdm(unit=" chats", desc=os.path.basename(path), disable=None if bar else True) as progress:
-        try:
-            for item in in_own_process(chats, memory=memory, seconds=SECONDS, errors=(Refusal, OSError)):
-                if len(item) == 1:
-                    where = item[0]
-                    continue
-                lines.append(item[0])
-                tokens.frombytes(item[1])
-                spoken += item[2]
-                margins.append(item[3])
-                starts.append(len(tokens))
-                progress.update()
-        except Ended as ended:
-            raise Refusal(f"{where}: the chat template cannot be rendered: {ended}") from None
+        for where, (ids, mask, margin) in rendered_apart(chats, parts_of, path, longest):
+            lines.append(int(where.rpartition(" ")[2]))
+            tokens.frombytes(ids)
+            spoken += mask
+            margins.append(margin)
+            starts.append(len(tokens))
+            progress.update()
     if not lines:
         raise Refusal(f"{flag} {path}: it has no conversations")
     parts = (np.frombuffer(part, kind) for part, kind in zip((tokens, spoken, starts, lines, margins), PARTS.values()))
@@ -333,7 +319,8 @@ def build_chat_datasets(
 
     It adds lines about the data, and about conversations that were left out, to ``config.notes``.
     """
-    template, sources = refuse_together(lambda: (chosen_template(config, tokenizer), _sources(config, samples)))
+    path = config.data.sft_tokenizer_prompt_format
+    template, sources = refuse_together(lambda: (chosen_template(path, tokenizer), _sources(config, samples)))
     flags = {path: flag for paths, flag, _ in sources for path in paths or ()}
     first = not dist.is_initialized() or dist.get_rank() == 0
 
@@ -353,9 +340,9 @@ def build_chat_datasets(
     return refuse_together(lambda: _build(config, tokenizer, sources, samples, stores))
 
 
-def chosen_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate:
+def chosen_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of --sft-tokenizer-prompt-format, or the tokenizer's. Raises Refusal if there is none."""
-    path, given = config.data.sft_tokenizer_prompt_format, None
+    given = None
     if path != "default":
         try:
             with open(path, encoding="utf-8") as file:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megatron.system.own_process import Ended, Item, in_own_process
 from megatron.training.data.row_files import messages_of
-from megatron.training.data.text_files import Reader, Record
+from megatron.training.data.text_files import BadRecord, Reader, Record, fields_of
 from megatron.training.json_file import parse_json
-from megatron.training.refusal import Refusal, one_line, short
+from megatron.training.refusal import Refusal, one_line, refusing, short
 
 # Conversations from JSON lines, JSON arrays and Parquet. A row is an object with ``messages``, a list of
 # {role, content}, or in another format of row_files.py. It may also have ``system`` (a text that comes first),
@@ -39,6 +40,8 @@ AFTER = {
 }
 Message = dict[str, Any]
 LONGEST = 32 << 20  # limit of a line in bytes; tokenization takes about 200 bytes of memory for each
+# A template is a program, whose loops and texts may have any size. Limits of the process that renders chats:
+MEMORY, BYTES_RENDERED, SECONDS = 2 << 30, 250, 600  # bytes, besides some a byte of the longest chat; CPU time of one
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,12 @@ def rows_of(path: str, flag: str) -> Iterator[tuple[dict[str, Any], str]]:
 def row_of(record: Record) -> dict[str, Any] | None:
     """The object of one row; None if the row is blank."""
     where = record.where()
-    if record.error:
-        raise Refusal(f"{where}: {record.error}")
     if len(record.content) > LONGEST:
         raise Refusal(f"{where}: a {record.unit} of {len(record.content):,} bytes; the limit is {LONGEST:,}: split it")
-    return _object(record, where)
+    try:
+        return fields_of(record, "text", parse_json)
+    except BadRecord as error:
+        raise Refusal(f"{where}: {error}") from None
 
 
 def checked_chats(line: dict[str, Any], messages: list[Any], where: str, answered: bool = True) -> list[Chat]:
@@ -87,7 +91,8 @@ def checked_chats(line: dict[str, Any], messages: list[Any], where: str, answere
     if system is not None and not isinstance(system, str):
         raise Refusal(f'{where}: "system" is not text')
     if isinstance(tools, str):  # as in data sets whose columns have one type
-        tools = _json(tools, f'{where}: "tools"') or None
+        with refusing(f'{where}: "tools": not JSON', ValueError):
+            tools = parse_json(tools) or None
     if tools is not None and not isinstance(tools, list):
         raise Refusal(f'{where}: "tools" is not a list')
     variables = line.get("chat_template_kwargs") or {}
@@ -103,26 +108,6 @@ def checked_chats(line: dict[str, Any], messages: list[Any], where: str, answere
         _check_order(part, where, answered)
         chats.append(Chat(where, part, tools or None, variables))
     return chats
-
-
-def _object(record: Record, where: str) -> dict[str, Any] | None:
-    try:
-        text = bytes(record.content).decode("utf-8-sig" if record.line <= 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{where}: not UTF-8 at byte {error.start}") from None
-    if not text.strip():
-        return None
-    line = _json(text, where)
-    if not isinstance(line, dict):
-        raise Refusal(f"{where}: not a JSON object")
-    return line
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise Refusal(f"{where}: not JSON: {one_line(error, 200)}") from None
 
 
 def _message(message: Any, where: str) -> Message:
@@ -360,3 +345,30 @@ class ChatTemplate:
             tokenize=False,
             **chat.variables,
         )
+
+
+def rendered_apart(
+    chats: Iterable[tuple[Any, ...]], render: Callable[..., Item], where: str = "", longest: int = LONGEST
+) -> Iterator[tuple[str, Item]]:
+    """(Name, ``render(chat, ...)``) of each chat and what comes with it, from a process of its own.
+
+    Args:
+        where: what is read, to be named if the process ends before the first chat.
+        longest: bytes of the longest chat.
+
+    Raises:
+        Refusal: of ``render``; or the process took too much, or ended.
+    """
+
+    def items() -> Iterator[Item]:
+        for chat, *more in chats:
+            yield (chat.where,)
+            yield render(chat, *more)
+
+    memory = MEMORY + BYTES_RENDERED * min(longest, LONGEST)
+    received = in_own_process(items, memory=memory, seconds=SECONDS, errors=(Refusal, OSError))
+    try:
+        for (where,) in received:
+            yield where, next(received)
+    except Ended as ended:
+        raise Refusal(f"{where}: the chat template cannot be rendered: {ended}") from None

@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from megatron.training.data import genome, row_files
@@ -21,7 +21,7 @@ from megatron.training.data.sources import columnar
 from megatron.training.data.sources.remote import exists, is_folder, is_remote, matches, open_input, size_of
 from megatron.training.data.sources.tar_files import tar_rows
 from megatron.training.json_file import PART, read_most
-from megatron.training.refusal import Refusal
+from megatron.training.refusal import Refusal, one_line
 
 LONGEST = 1 << 31  # limit of a decompressed document in bytes: an index cannot count more tokens
 
@@ -210,7 +210,11 @@ class Reader:
                     self.bytes_read = done + (raw.tell() if size else 0)
                     yield Record(path, number, content, "sample", error)
             else:
-                unit, records = _records(path, stream)
+                unit, records = "line", _fasta(stream) if is_fasta(path) else _lines(stream)
+                if what_to_do := row_files.unsupported_format(head):
+                    raise Refusal(f"--input {path}: {what_to_do}")
+                if row_files.is_array(head):
+                    unit, records = "row", row_files.array_rows(stream, LONGEST)
                 for number, content in records:
                     _check_length(content, f"{path}: {unit} {number}")
                     self.bytes_read = done + (raw.tell() if size else 0)
@@ -238,7 +242,7 @@ def _lines_of_span(stream: IO[bytes], span: tuple[float, float]) -> Iterator[tup
             offset += len(part)
             if part[-1:] == b"\n":
                 break
-    for number, line in _lines(stream, 1):
+    for number, line in _lines(stream):
         if offset >= span[1]:
             return
         yield number, offset, line
@@ -260,19 +264,9 @@ def _head(stream: Any) -> bytes:
     return stream.peek(1 << 12)
 
 
-def _records(path: str, stream: IO[bytes]) -> tuple[str, Iterator[tuple[int, bytes | bytearray]]]:
-    """The name of a record in messages, and the numbered records."""
-    if is_fasta(path):
-        return "line", _fasta(stream, 1)
-    head = _head(stream)
-    if advice_on_format := row_files.unsupported_format(head):
-        raise Refusal(f"--input {path}: {advice_on_format}")
-    return ("row", row_files.array_rows(stream, LONGEST)) if row_files.is_array(head) else ("line", _lines(stream, 1))
-
-
-def _lines(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytes]]:
+def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Numbered lines. Long ones are read in parts; one that is too long is cut soon after the limit."""
-    for number in itertools.count(first):
+    for number in itertools.count(1):
         line = stream.readline(PART)
         if not line:
             return
@@ -290,11 +284,11 @@ def _check_length(content: bytes | bytearray, name: str) -> None:
         raise Refusal(f"--input {name} has more than {LONGEST >> 30} GiB decompressed, a document's limit: split it")
 
 
-def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
+def _fasta(stream: IO[bytes]) -> Iterator[tuple[int, bytearray]]:
     """The records of a FASTA file, each with the number of its first line, without blank lines at the beginning."""
-    record, first_line = bytearray(), first
-    for number, line in _lines(stream, first):
-        if number == first:
+    record, first_line = bytearray(), 1
+    for number, line in _lines(stream):
+        if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line[:1] == b">" and record:
             yield first_line, record
@@ -309,8 +303,11 @@ def _fasta(stream: IO[bytes], first: int) -> Iterator[tuple[int, bytearray]]:
         yield first_line, record
 
 
-def fields_of(record: Record, key: str) -> dict[str, Any] | None:
+def fields_of(record: Record, key: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
     """The fields of a record; the text of a record without fields is under ``key``. None for a blank line.
+
+    Args:
+        parse: reads JSON; raises ValueError.
 
     Raises:
         BadRecord: it is not valid.
@@ -331,9 +328,9 @@ def fields_of(record: Record, key: str) -> dict[str, Any] | None:
     if not text.strip():
         return None
     try:
-        fields = json.loads(text)
+        fields = parse(text)
     except (ValueError, RecursionError) as error:
-        raise BadRecord(f"not JSON: {error}") from None
+        raise BadRecord(f"not JSON: {one_line(error, 200)}") from None
     if not isinstance(fields, dict):
         raise BadRecord("not a JSON object")
     return fields
@@ -351,12 +348,6 @@ def texts_of(fields: dict[str, Any], keys: tuple[str, ...]) -> dict[str, str]:
         except UnicodeEncodeError:
             raise BadRecord(f'key "{key}" has half of a surrogate pair, which is not valid text') from None
     return {key: fields[key] for key in keys}
-
-
-def parse(record: Record, keys: tuple[str, ...]) -> dict[str, str] | None:
-    """The texts of a record by key; None for a blank line. Raises BadRecord."""
-    fields = fields_of(record, keys[0])
-    return None if fields is None else texts_of(fields, keys)
 
 
 def _reason(error: Exception) -> str:

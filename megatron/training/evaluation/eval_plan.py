@@ -135,7 +135,7 @@ def answers_in(path: str, config: Config, tokenizer: Tokenizer) -> Iterator[Answ
         raise Refusal(f"--eval-files {path}: no such file")
     first, _ = next(rows_of(path, "--eval-files"), ({}, ""))
     pairs, length = ANSWERS[0] in first, config.data.seq_length
-    store = render(path, "--eval-files", chosen_template(config, tokenizer), pairs)
+    store = render(path, "--eval-files", chosen_template(config.data.sft_tokenizer_prompt_format, tokenizer), pairs)
     for number, row in enumerate(store.lines):
         span = slice(store.starts[number], store.starts[number + 1])
         ids, name = np.asarray(store.tokens[span], np.int64), ANSWERS[number % 2] if pairs else ""

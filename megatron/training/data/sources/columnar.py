@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import IO, Any
 
 from megatron.system.own_process import Ended, in_own_process
@@ -76,19 +77,26 @@ def _rows(
             groups, rows_of, batches = _parquet(pyarrow, raw, columns) if parquet else _arrow(pyarrow, raw, columns)
             for group in range(groups):
                 if span[0] <= size * group / groups < span[1]:
-                    begin = first
-                    try:
-                        for batch in batches(group):
-                            for row in batch.to_pylist():
-                                begin += 1
-                                yield begin, _as_json(row), (group + 1) / groups, ""
-                    except (*failures, OSError) as error:
-                        if isinstance(error, OSError) and error.errno:  # of the disk or the network, not of the data
-                            raise
-                        yield group + 1, b"", (group + 1) / groups, f"cannot be read: {one_line(error, 200)}"
+                    yield from _of_group(partial(batches, group), group + 1, first, (group + 1) / groups, failures)
                 first += rows_of(group)
     except failures as error:
         raise ValueError(one_line(error, 200)) from None
+
+
+def _of_group(
+    batches: Callable[[], Iterator[Any]], group: int, number: int, share: float, failures: Any
+) -> Generator[Row, None, int]:
+    """The rows of a group, counted on from ``number``; returns the number of the last one."""
+    try:
+        for batch in batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield number, _as_json(row), share, ""
+    except (*failures, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk or the network, not of the data
+            raise
+        yield group, b"", share, f"cannot be read: {one_line(error, 200)}"
+    return number
 
 
 def _parquet(pyarrow: Any, raw: IO[bytes], columns: Sequence[str]) -> tuple[int, Any, Any]:
@@ -134,15 +142,9 @@ def _stream(pyarrow: Any, raw: IO[bytes], columns: Sequence[str], span: tuple[fl
     """Rows of an Arrow stream, which has no index of its batches: the file belongs to one reader."""
     if not span[0] <= 0 < span[1]:
         return
-    number, reader = 0, pyarrow.ipc.open_stream(raw)
-    for group, batch in enumerate(reader, 1):
-        try:
-            for part in _slices(batch, columns):
-                for row in part.to_pylist():
-                    number += 1
-                    yield number, _as_json(row), 0.5, ""
-        except failures as error:
-            yield group, b"", 0.5, f"cannot be read: {one_line(error, 200)}"
+    number = 0
+    for group, batch in enumerate(pyarrow.ipc.open_stream(raw), 1):
+        number = yield from _of_group(partial(_slices, batch, columns), group, number, 0.5, failures)
 
 
 def _slices(batch: Any, columns: Sequence[str]) -> Iterator[Any]:

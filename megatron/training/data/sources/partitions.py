@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -60,14 +60,10 @@ class Totals:
 
     def add(self, encoded: Encoded) -> None:
         """Count encoded records."""
-        for key, lengths in encoded.lengths.items():
-            self.documents[key] = self.documents.get(key, 0) + len(lengths)
-            self.tokens[key] = self.tokens.get(key, 0) + encoded.tokens[key].size
-        self.text_bytes += encoded.text_bytes
-        self.empty += encoded.empty
-        self.filtered += encoded.filtered
-        self.bad += len(encoded.bad)
-        self.messages = [*self.messages, *encoded.bad][:MOST_LINES]
+        documents = {key: len(lengths) for key, lengths in encoded.lengths.items()}
+        tokens = {key: ids.size for key, ids in encoded.tokens.items()}
+        counts = (encoded.text_bytes, encoded.empty, encoded.filtered, len(encoded.bad))
+        self.include(Totals(documents, tokens, *counts, encoded.bad))
 
     def include(self, other: Totals) -> None:
         """Add the counts of a part."""
@@ -408,7 +404,14 @@ def make_with_ray(parts: Parts, workers: int) -> Iterator[tuple[int, Totals]]:
         import ray
     except ImportError:
         raise Refusal("--engine ray needs the package ray: pip install ray, or the extra ray") from None
-    with _cluster(ray, workers):
+    started = not ray.is_initialized()
+    if started:
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))))
+        variables = {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]), "TOKENIZERS_PARALLELISM": "false"}
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+        options |= {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers}
+        ray.init(**options, runtime_env={"env_vars": variables})
+    try:
         task = ray.remote(num_cpus=1, max_retries=5)(_make_in_task)
         waiting = {task.remote(parts, part): part for part in range(parts.count)}
         while waiting:
@@ -420,20 +423,6 @@ def make_with_ray(parts: Parts, workers: int) -> Iterator[tuple[int, Totals]]:
             if isinstance(totals, str):
                 raise Refusal(totals)
             yield waiting.pop(ready), totals
-
-
-@contextmanager
-def _cluster(ray: Any, workers: int) -> Iterator[None]:
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__)))))
-    variables = {"PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]), "TOKENIZERS_PARALLELISM": "false"}
-    options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    if "RAY_ADDRESS" not in os.environ:
-        options["num_cpus"] = workers
-    started = not ray.is_initialized()
-    if started:
-        ray.init(**options, runtime_env={"env_vars": variables})
-    try:
-        yield
     finally:
         if started:
             ray.shutdown()

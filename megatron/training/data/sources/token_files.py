@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
@@ -36,16 +36,18 @@ class TokenWriter:
     """
 
     def __init__(self, path: str, dtype: Any) -> None:
-        self.dtype, self.lengths, self.tokens = np.dtype(dtype), array.array("i"), 0
+        self.dtype, self.lengths = np.dtype(dtype), array.array("i")
         self.file, self.hash = open(path, "wb"), hashlib.sha256()
 
     def add(self, tokens: np.ndarray, lengths: Iterable[int]) -> None:
         """Add documents, whose tokens follow each other. Raises OSError."""
-        data = tokens.astype(self.dtype, copy=False).tobytes()
+        self.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self.lengths.extend(lengths)
+
+    def write(self, data: bytes) -> None:
+        """Add tokens in the dtype of the file; ``lengths`` must get those of their documents. Raises OSError."""
         self.file.write(data)
         self.hash.update(data)
-        self.tokens += tokens.size
-        self.lengths.extend(lengths)
 
     def close(self) -> None:
         """Close the .bin; a full disk was reported already."""
@@ -59,7 +61,7 @@ class TokenWriter:
         self.file.close()
         digest, idx_bytes = write_index(idx, self.dtype, lengths)
         return {
-            "form": FORM, "documents": len(lengths), "tokens": self.tokens, "dtype": self.dtype.name,
+            "form": FORM, "documents": len(lengths), "tokens": size // self.dtype.itemsize, "dtype": self.dtype.name,
             "bin": {"bytes": size, "sha256": self.hash.hexdigest()},
             "idx": {"bytes": idx_bytes, "sha256": digest},
         }  # fmt: skip
@@ -184,36 +186,31 @@ def merge(
         raise Refusal(f"--input: files of {' and '.join(sorted(kinds))} tokens do not go into one: tokenize one again")
     names = [f"{output}.bin", f"{output}.idx", f"{output}.json", *([f"{output}.metadata.jsonl"] if extra else [])]
     with atomic_files(names, overwrite) as temporary:
-        whole, tokens = hashlib.sha256(), 0
-        with open(temporary[0], "wb") as out:
-            for prefix, manifest, _ in filled:
-                digest = hashlib.sha256()
-                for part in _content(f"{prefix}.bin"):
-                    out.write(part)
-                    digest.update(part)
-                    whole.update(part)
-                if manifest and digest.hexdigest() != manifest["bin"]["sha256"]:
+        with closing(TokenWriter(temporary[0], files[0].dtype)) as writer:
+            for file, (prefix, manifest, _) in zip(files, filled):
+                digest = _copied(f"{prefix}.bin", writer.write)
+                if manifest and digest != manifest["bin"]["sha256"]:
                     raise Refusal(f"{prefix}.bin: its SHA-256 is not that of {prefix}.json: make this file again")
-            size = out.tell()
+                writer.lengths.frombytes(np.asarray(file.lengths()).tobytes())
+            whole = writer.finish(temporary[1])
         for number, (prefix, manifest, lines) in enumerate(filled if extra else ()):
-            digest = hashlib.sha256()
             with open(temporary[3], "ab" if number else "wb") as out:
-                for part in _content(lines):
-                    out.write(part)
-                    digest.update(part)
-            of_lines = (manifest or {}).get("metadata", {"sha256": digest.hexdigest()})
-            if not isinstance(of_lines, dict) or of_lines.get("sha256") != digest.hexdigest():
+                digest = _copied(lines, out.write)
+            of_lines = (manifest or {}).get("metadata", {"sha256": digest})
+            if not isinstance(of_lines, dict) or of_lines.get("sha256") != digest:
                 raise Refusal(f"{lines}: its SHA-256 is not that of {prefix}.json: make this file again")
-        lengths = np.concatenate([np.asarray(file.lengths()) for file in files])
-        tokens, dtype = int(lengths.sum(dtype=np.int64)), np.dtype(files[0].dtype)
-        digest, idx_bytes = write_index(temporary[1], dtype, lengths)
-        manifest = {
-            "form": FORM, "documents": len(lengths), "tokens": tokens, "dtype": dtype.name,
-            "bin": {"bytes": size, "sha256": whole.hexdigest()}, "idx": {"bytes": idx_bytes, "sha256": digest},
-        }  # fmt: skip
-        write_manifest(temporary[2], manifest)
+        write_manifest(temporary[2], whole)
         check()
-    return manifest
+    return whole
+
+
+def _copied(path: str, write: Callable[[bytes], Any]) -> str:
+    """Hand the content of a file to ``write``, part by part; returns its SHA-256."""
+    digest = hashlib.sha256()
+    for part in _content(path):
+        write(part)
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _content(path: str) -> Iterator[bytes]:
@@ -234,14 +231,11 @@ def write_documents(prefix: str, chosen: dict[str, np.ndarray], overwrite: bool)
     with atomic_files([f"{output}.{end}" for output in chosen for end in ("bin", "idx", "json")], overwrite) as names:
         for number, documents in enumerate(chosen.values()):
             for_bin, for_idx, for_manifest = names[3 * number : 3 * number + 3]
-            writer = TokenWriter(for_bin, file.dtype)
-            try:
+            with closing(TokenWriter(for_bin, file.dtype)) as writer:
                 for document in documents.tolist():
                     ids = reader.get(document)
                     writer.add(ids, [len(ids)])
                 manifests.append(writer.finish(for_idx))
-            finally:
-                writer.close()
             write_manifest(for_manifest, manifests[-1])
     return manifests
 
