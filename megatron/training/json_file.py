@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.training.refusal import Refusal, one_line, reason
+from megatron.training.refusal import Refusal, one_line, reason, refusing
 
 PART = 1 << 20
 MOST_BYTES = 64 << 20  # limit of a settings file; its Python objects may take about thirty times as much
@@ -81,6 +81,12 @@ def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """
     with open(path, "rb") as file:
         return read_most(file, most)
+
+
+def read_text(path: str | Path, flag: str, most: int = MOST_BYTES) -> str:
+    """The text of a file that ``flag`` names. Raises Refusal if it cannot be read, is too long, or is not text."""
+    with refusing(f"{flag} {path}", OSError, ValueError):
+        return read_bytes(path, most).decode("utf-8")
 
 
 def read_most(stream: IO[bytes], most: int) -> bytes:

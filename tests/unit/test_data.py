@@ -443,7 +443,7 @@ def test_files_that_name_the_data(tmp_path):
     theirs, *_ = build_datasets(configure(**named, split="1"), NULL, (40, 0, 0))
     assert samples_of(ours, 40) == samples_of(theirs, 40)
     for flag, text, output in (
-        ("data_args_path", None, "--data-args-path .*: no such file"),
+        ("data_args_path", None, "--data-args-path .*: No such file"),
         ("data_file_list", "1 a", "--data-file-list .*: each line must be WEIGHT PREFIX CORPUS"),
         ("per_split_data_args_path", "[1]", "--per-split-data-args-path .*: must be a JSON object"),
         ("per_split_data_args_path", '{"train": []}', "--per-split-data-args-path .*: must be a JSON object"),

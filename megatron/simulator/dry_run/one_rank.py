@@ -31,7 +31,7 @@ from megatron.simulator.dry_run.recording.recorder import Recorder, axes_of
 from megatron.simulator.dry_run.recording.routing import routing_of
 from megatron.simulator.dry_run.replay import Repeat, Stretch, find_repeat, with_growth
 from megatron.simulator.machines.machine import Machine
-from megatron.training.arguments.validate.check_data import WITHOUT_FILES
+from megatron.training.arguments.data_paths import WITHOUT_FILES
 from megatron.training.data.tokenizer import SENTENCEPIECE, build_tokenizer, check_vocab
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import Refusal

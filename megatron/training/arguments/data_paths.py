@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.training.json_file import read_bytes
+from megatron.training.json_file import read_text
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import DataConfig
 
@@ -113,11 +113,40 @@ def _group(text: str, flag: str) -> Group:
 
 def _groups_in_file(file: str, flag: str) -> Sequence[str]:
     """The groups of a file: one line, each group in double quotes."""
-    try:
-        lines = read_bytes(file).decode("utf-8").strip().splitlines()
-    except (OSError, ValueError) as error:
-        raise Refusal(f"{flag} {file}", f": {getattr(error, 'strerror', None) or error}") from None
+    lines = read_text(file, flag).strip().splitlines()
     groups = re.findall(r'"([^"]*)"', lines[0]) if len(lines) == 1 else []
     if not groups or re.sub(r'"[^"]*"', "", lines[0]).strip():
         raise Refusal(f"{flag} {file}", f": not one line of groups in double quotes, each of the form {FORM}")
     return groups
+
+
+# Which files a tokenizer reads.
+BPE = {"vocab_file": "a file", "merge_file": "a file"}
+READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": {"tokenizer_model": "a folder"}}
+WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
+
+
+def files_of_tokenizer(kind: str) -> dict[str, str]:
+    """The settings that name the files of a tokenizer, and what each must be."""
+    return READS.get(kind, {} if kind in WITHOUT_FILES else {"tokenizer_model": "a file"})
+
+
+def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
+    """Refuse a tokenizer if a flag that names its files is missing; whether these files exist is checked later.
+
+    Raises:
+        Refusal: names the missing flag, and a given flag that this tokenizer does not read.
+    """
+    kind = data.tokenizer_type
+    if kind is None:
+        raise Refusal(
+            "--tokenizer-type", "is missing; without text to tokenize: --tokenizer-type NullTokenizer --vocab-size N"
+        )
+    if kind == "NullTokenizer" and not vocab_size:
+        raise Refusal("--tokenizer-type NullTokenizer", "needs --vocab-size")
+    for name, what in files_of_tokenizer(kind).items():
+        if not getattr(data, name):
+            flag = f"--{name.replace('_', '-')}"
+            other = next((n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, n)), None)
+            given = f", and reads no --{other.replace('_', '-')}" if other and other not in READS.get(kind, {}) else ""
+            raise Refusal(f"--tokenizer-type {kind}", f"needs {flag}, {what}{given}: add {flag}")

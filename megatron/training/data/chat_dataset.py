@@ -33,6 +33,7 @@ from megatron.training.data.sources.contents import content_of
 from megatron.training.data.sources.remote import is_remote
 from megatron.training.data.text_files import unit_of
 from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.json_file import read_text
 from megatron.training.ownership.atomic import atomic_folder, check_complete
 from megatron.training.refusal import Refusal, one_line, refuse_together
 from megatron.training.settings.config import Config, DataConfig
@@ -342,16 +343,7 @@ def build_chat_datasets(
 
 def chosen_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of --sft-tokenizer-prompt-format, or the tokenizer's. Raises Refusal if there is none."""
-    given = None
-    if path != "default":
-        try:
-            with open(path, encoding="utf-8") as file:
-                given = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise Refusal(
-                f"--sft-tokenizer-prompt-format {path}: {getattr(error, 'strerror', None) or 'not UTF-8'}: give a "
-                "file with a Jinja template, or leave it out for the tokenizer's template"
-            ) from None
+    given = None if path == "default" else read_text(path, "--sft-tokenizer-prompt-format")
     return ChatTemplate(tokenizer.transformers, given, tokenizer.source)
 
 

@@ -24,7 +24,7 @@ from megatron.training.data.packing.length_mixtures import read_mixture
 from megatron.training.data.read_tokens import DataError, FileArray, OpenFile, TokenFile, check_ids
 from megatron.training.data.sources.contents import content_of, digest_of
 from megatron.training.data.sources.remote import BLOCK, exists, is_remote, open_input, properties
-from megatron.training.json_file import read_bytes, read_json
+from megatron.training.json_file import read_json, read_text
 from megatron.training.ownership.atomic import atomic_files, check_complete
 from megatron.training.ownership.lock_file import InUse
 from megatron.training.ownership.own_files import one_job
@@ -116,9 +116,9 @@ def parse_blends(data: DataConfig, number: int = 0) -> tuple[Blend | None, list[
 def _blend_in_file(data: DataConfig) -> Blend:
     """--data-args-path has the words of --data-path; --data-file-list has a weight, a prefix and a name per line."""
     if data.data_args_path:
-        return parse_blend(_text(data.data_args_path, "--data-args-path").split(), "--data-args-path")
+        return parse_blend(read_text(data.data_args_path, "--data-args-path").split(), "--data-args-path")
     flag = "--data-file-list"
-    lines = [line.split() for line in _text(data.data_file_list, flag).splitlines() if line.strip()]
+    lines = [line.split() for line in read_text(data.data_file_list, flag).splitlines() if line.strip()]
     if not lines or any(len(line) != 3 for line in lines):
         raise Refusal(f"{flag} {data.data_file_list}: each line must be WEIGHT PREFIX CORPUS")
     return parse_blend([word for weight, prefix, _ in lines for word in (weight, prefix.removesuffix(".bin"))], flag)
@@ -136,15 +136,6 @@ def _blends_in_file(path: str) -> list[Blend | None]:
     except (KeyError, TypeError):
         raise Refusal(f'{flag} {path}: must be a JSON object with lists "train", "valid", "test"') from None
     return [parse_blend(part, flag) if part else None for part in words]
-
-
-def _text(path: str, flag: str) -> str:
-    try:
-        return read_bytes(path).decode("utf-8")
-    except OSError as error:
-        raise Refusal(f"{flag} {path}: {(error.strerror or 'cannot be read').lower()}") from None
-    except ValueError as error:
-        raise Refusal(f"{flag} {path}: not text: {reason(error)}") from None
 
 
 def open_prefix(prefix: str, flag: str, cache: str | None = None) -> DataFile:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.training.arguments.data_paths import check_tokenizer, files_of_tokenizer
 from megatron.training.data import genome
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, one_line
@@ -101,24 +102,19 @@ class Tokenizer:
 
 def build_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer:
     """The tokenizer of the flags. Raises Refusal if a flag or a file is missing, or a file is invalid."""
-    kind = data.tokenizer_type
-    if kind is None:
-        raise Refusal(
-            "--tokenizer-type is missing; without text to tokenize: --tokenizer-type NullTokenizer --vocab-size N"
-        )
+    check_tokenizer(data, vocab_size)
+    kind, path = data.tokenizer_type, data.tokenizer_model
+    for name, what in files_of_tokenizer(kind).items():
+        _check_exists(getattr(data, name), f"--{name.replace('_', '-')}", what == "a folder")
     if kind in SENTENCEPIECE:
-        return _sentencepiece(kind, _existing(data.tokenizer_model, "--tokenizer-model", kind))
+        return _sentencepiece(kind, path)
     if kind == "HuggingFaceTokenizer":
-        return _hugging_face(kind, _existing(data.tokenizer_model, "--tokenizer-model", kind, folder=True))
+        return _hugging_face(kind, path)
     if kind in ("GPT2BPETokenizer", "QwenTokenizer"):
-        vocab_file = _existing(data.vocab_file, "--vocab-file", kind)
-        merge_file = _existing(data.merge_file, "--merge-file", kind)
-        return _gpt2_bpe(kind, vocab_file, merge_file, QWEN if kind == "QwenTokenizer" else None)
+        return _gpt2_bpe(kind, data.vocab_file, data.merge_file, QWEN if kind == "QwenTokenizer" else None)
     if kind.startswith("TokenizerFromFile"):
-        path = _existing(data.tokenizer_model, "--tokenizer-model", kind)
         return _from_file(kind, path, (END_OF_TEXT, *(FIM_TOKENS if kind.endswith("WithFIM") else ())))
     if kind == "TikTokenizer":
-        path = _existing(data.tokenizer_model, "--tokenizer-model", kind)
         return _tiktoken(kind, path, data.tiktoken_pattern or "v2", data.tiktoken_num_special_tokens, vocab_size)
     if kind == "ByteLevelTokenizer":
         return _bytes(kind)
@@ -163,29 +159,11 @@ def padded_vocab_size(vocab_size: int, make_divisible_by: int, tensor_parallel: 
     return -(-vocab_size // multiple) * multiple
 
 
-def _existing(path: str | None, flag: str, kind: str, folder: bool = False) -> str:
-    """``path``. Raises Refusal if it is not given or does not exist."""
-    kind_of_path = "folder" if folder else "file"
-    if not path:
-        raise Refusal(f"--tokenizer-type {kind} needs {flag}, a {kind_of_path}")
+def _check_exists(path: str, flag: str, folder: bool) -> None:
     if not (os.path.isdir(path) if folder else os.path.isfile(path)):
-        exists = os.path.exists(path)
+        exists, what = os.path.exists(path), "folder" if folder else "file"
         hint = "; models are not downloaded, give a local folder" if folder and not exists else ""
-        raise Refusal(f"{flag} {path}: {f'not a {kind_of_path}' if exists else f'no such {kind_of_path}'}{hint}")
-    return path
-
-
-def _core(library: str, path: str | None, kind: str, flag: str, **options: Any) -> Any:
-    """A tokenizer of megatron-core, or a Refusal."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
-        from megatron.core.tokenizers import MegatronTokenizer  # imports transformers, which takes seconds
-
-    metadata = {"library": library, "model_type": "gpt"}
-    return _reading(
-        lambda: MegatronTokenizer.from_pretrained(path, metadata_path=metadata, **options),
-        f"{flag} {path}: cannot be read by {kind}",
-    )
+        raise Refusal(f"{flag} {path}: {'not a' if exists else 'no such'} {what}{hint}")
 
 
 def _reading(read: Callable[[], Any], refused: str) -> Any:
@@ -344,7 +322,16 @@ def _tiktoken(kind: str, path: str, pattern: str, num_special: int, vocab_size: 
         raise Refusal(f"--tokenizer-model {path}: not a list of tokens, which TikTokenizer reads")
     size = min(vocab_size or 2**17, len(entries) + num_special)
     options = {"pattern": pattern, "num_special_tokens": num_special, "vocab_size": size}
-    core = _core("tiktoken", path, kind, "--tokenizer-model", **options)
+
+    def load() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # core warns at import about packages that are not installed
+            from megatron.core.tokenizers import MegatronTokenizer  # imports transformers, which takes seconds
+
+        metadata = {"library": "tiktoken", "model_type": "gpt"}
+        return MegatronTokenizer.from_pretrained(path, metadata_path=metadata, **options)
+
+    core = _reading(load, f"--tokenizer-model {path}: cannot be read by {kind}")
     decode = core._tokenizer.tokenizer.decode  # core decodes each token, which breaks a character of several tokens
     return Tokenizer(kind, f"{kind} {path}", core.vocab_size, core.eod, core.tokenize, decode)
 
@@ -360,8 +347,6 @@ def _bytes(kind: str) -> Tokenizer:
 
 def _null(kind: str, vocab_size: int | None) -> Tokenizer:
     """Numbers as text: ids below --vocab-size. The end of a document is --vocab-size itself."""
-    if not vocab_size:
-        raise Refusal("--tokenizer-type NullTokenizer needs --vocab-size")
     return Tokenizer(
         kind,
         f"{kind} --vocab-size {vocab_size}",

@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import os
 
-from megatron.training.arguments.data_paths import WEIGHTED, parse_blend, parse_split, weighted_groups
+from megatron.training.arguments.data_paths import (
+    WEIGHTED,
+    check_tokenizer,
+    parse_blend,
+    parse_split,
+    weighted_groups,
+)
 from megatron.training.families.named import vocabulary
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, nearest, refuse_combinations
 from megatron.training.settings.config import Config, DataConfig
@@ -16,9 +22,6 @@ SOURCES = (
     "data_file_list", "per_split_data_args_path", "data_config", *WEIGHTED,
 )  # fmt: skip
 REFERENCE_FREE = ("orpo", "simpo")  # as in context_parallel/losses.py, which needs torch
-BPE = {"vocab_file": "a file", "merge_file": "a file"}
-READS = {"GPT2BPETokenizer": BPE, "QwenTokenizer": BPE, "HuggingFaceTokenizer": {"tokenizer_model": "a folder"}}
-WITHOUT_FILES = ("NullTokenizer", "ByteLevelTokenizer", "NucleotideTokenizer", "CodonTokenizer")
 
 
 def complete_data(config: Config) -> None:
@@ -68,27 +71,6 @@ def complete_data(config: Config) -> None:
         model.vocab_size = vocabulary(model.model) - 1  # the tokenizer adds one id, the end of a document
     if not config.simulation.dry_run:
         check_tokenizer(data, model.vocab_size)
-
-
-def check_tokenizer(data: DataConfig, vocab_size: int | None) -> None:
-    """Refuse a tokenizer if a flag that names its files is missing; whether these files exist is checked later.
-
-    Raises:
-        Refusal: names the missing flag, and a given flag that this tokenizer does not read.
-    """
-    kind = data.tokenizer_type
-    if kind is None:
-        raise Refusal(
-            "--tokenizer-type", "is missing; without text to tokenize: --tokenizer-type NullTokenizer --vocab-size N"
-        )
-    if kind == "NullTokenizer" and not vocab_size:
-        raise Refusal("--tokenizer-type NullTokenizer", "needs --vocab-size")
-    for name, what in READS.get(kind, {} if kind in WITHOUT_FILES else {"tokenizer_model": "a file"}).items():
-        if not getattr(data, name):
-            flag = f"--{name.replace('_', '-')}"
-            other = next((n for n in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, n)), None)
-            given = f", and reads no --{other.replace('_', '-')}" if other and other not in READS.get(kind, {}) else ""
-            raise Refusal(f"--tokenizer-type {kind}", f"needs {flag}, {what}{given}: add {flag}")
 
 
 def _check_fim(data: DataConfig) -> None:

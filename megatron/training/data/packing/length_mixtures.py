@@ -22,8 +22,8 @@ import numpy as np
 import yaml
 
 from megatron.training.arguments.schedule import tokens_in
-from megatron.training.json_file import read_bytes
-from megatron.training.refusal import Refusal, one_line, reason, short
+from megatron.training.json_file import read_text
+from megatron.training.refusal import Refusal, one_line, short
 
 MOST_BYTES = 1 << 20
 MOST_REPEATS = 1000.0
@@ -61,15 +61,9 @@ def read_mixture(path: str) -> list[Source]:
     Raises:
         Refusal: it cannot be read, or has something else than sources; the message names the source and the key.
     """
-    flag = f"--data-config {path}"
+    flag, text = f"--data-config {path}", read_text(path, "--data-config", MOST_BYTES)
     try:
-        loader = _Loader(read_bytes(path, MOST_BYTES).decode("utf-8"))
-        try:
-            content = loader.get_single_data()
-        finally:
-            loader.dispose()
-    except OSError as error:
-        raise Refusal(f"{flag}: {reason(error).lower()}") from None
+        content = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise Refusal(f"{flag}: not YAML: {one_line(error, 200)}") from None
     sources = content.get("sources") if isinstance(content, dict) else None
@@ -88,30 +82,21 @@ def _source(content: Any, where: str) -> Source:
     path, weight, repeat = content["path"], content.get("weight", 1), content.get("repeat", {})
     if not isinstance(path, str) or not path.strip():
         raise Refusal(f"{where}: path must be a prefix, not {short(path)}")
-    if not _is_number(weight) or not 0 < weight < 1e9:
+    if type(weight) not in (int, float) or not 0 < weight < 1e9:
         raise Refusal(f"{where}: weight must be a positive number, not {short(weight)}")
     if not isinstance(repeat, dict):
         raise Refusal(f"{where}: repeat must be like {{8K: 2, 64K: 4}}, not {short(repeat)}")
     steps = []
     for least, factor in repeat.items():
-        if not _is_number(factor) or not 0 <= factor <= MOST_REPEATS:
+        if type(factor) not in (int, float) or not 0 <= factor <= MOST_REPEATS:
             raise Refusal(f"{where}: repeat {short(least)} must be from 0 to {MOST_REPEATS:g}, not {short(factor)}")
-        steps.append((_tokens(least, where), float(factor)))
+        tokens = tokens_in(str(least))
+        if tokens is None:
+            raise Refusal(f"{where}: repeat {short(least)}: must be tokens such as 8192, 8K or 1M")
+        steps.append((tokens, float(factor)))
     if len({least for least, _ in steps}) < len(steps):
         raise Refusal(f"{where}: repeat has one length twice")
     return Source(path, float(weight), tuple(sorted(steps)))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _tokens(text: Any, where: str) -> int:
-    """Tokens as in 8192, 8K or 1M."""
-    tokens = tokens_in(str(text))
-    if tokens is None:
-        raise Refusal(f"{where}: repeat {short(text)}: must be tokens such as 8192, 8K or 1M")
-    return tokens
 
 
 def repeated(
