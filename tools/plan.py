@@ -110,8 +110,12 @@ def report(request: Request, offer: Offer, about: Terms | None, args: argparse.N
         why = f"{explain.losing(plan, winner)}; {explain.failing(plan, None, problem)}"
         console.print(f"With less memory left: {explain.words(plan.strategy)}, {why}.")
     console.print(f"\n[bold]Why the first.[/bold] {explain.winning(winner, problem)}\n")
-    for hint in (explain.uncertain_words(winner, problem), explain.padding_words(problem, winner),
-                 explain.uneven_words(problem, winner)):  # fmt: skip
+    for hint in (
+        request.beyond_words(problem.workload.seq_length),
+        explain.uncertain_words(winner, problem),
+        explain.padding_words(problem, winner),
+        explain.uneven_words(problem, winner),
+    ):
         if hint:
             console.print(f"{hint}.\n")
     others = explain.alternatives(winner, problem, results.known)

@@ -31,6 +31,7 @@ addEventListener("load", () => {
   const head = [...document.querySelectorAll("th")].find(one => one.dataset.key === "memory");
   head.click(); state.least = cells(rows()[0])[7];
   head.click(); state.most = cells(rows()[0])[7];
+  state.legend = $("scatterkeys").textContent;
   $("fitting").click(); state.with_failing = rows().length;
   $("filter").value = "ring"; $("filter").dispatchEvent(new Event("input"));
   state.filtered = rows().length; state.of_them = rows().filter(row => cells(row)[1].includes("Ring")).length;
@@ -160,7 +161,10 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     )
     result = re.search(r"<title>STATE (.*?)</title>", done.stdout)
     assert result, done.stderr[-2000:]
-    state = json.loads(html.unescape(result[1]))
+    state, plans = json.loads(html.unescape(result[1])), data_of(text)["plans"]
+    assert state["all"] == min(500, sum(plan["fits"] == "yes" for plan in plans))
+    legend = {"yes": "fits ", "near": "fits, but leaves less than the margin ", "no": "does not fit "}
+    assert state["legend"] == "".join(legend[fits] for fits in legend if any(plan["fits"] == fits for plan in plans))
     assert state["errors"] == 0 and state["all"] > 5 and state["dots"] >= state["all"] - 2
     assert float(state["least"]) < float(state["most"]) and state["with_failing"] > state["all"]
     assert 0 < state["filtered"] == state["of_them"] < state["with_failing"]
@@ -172,5 +176,5 @@ def test_a_browser_sorts_filters_and_chooses(page: Path, tmp_path: Path) -> None
     assert state["pieces"] == [32, 32] and 0 < max(row[-1][1] for row in state["drawn"]) < state["total"]
     assert state["overs"][0].startswith("forward pass of micro-batch 0, stage 0")
     assert state["overs"][1] == "waiting for a neighbour, stage 3" and state["overs"][2].startswith("the optimizer")
-    assert re.match(r"\d+ micro-batches", state["note"])
+    assert re.match(r"\d+ micro-batch", state["note"])
     assert state["chosen"] and state["tip"] and state["command"] and state["blocks"] > 10

@@ -21,7 +21,7 @@ from megatron.formulas.device_memory import device_memory
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.machines.machine_file import load
-from megatron.simulator.planner.explain import padded_length, padding_words, uncertain_words, winning
+from megatron.simulator.planner.explain import losing, padded_length, padding_words, uncertain_words, winning
 from megatron.simulator.planner.limits import best_of, offers, offers_table
 from megatron.simulator.planner.plans import Problem, priced
 from megatron.simulator.planner.request import Request, packed
@@ -61,6 +61,7 @@ def test_plans_with_little_memory_to_spare_rank_last(eight: Problem) -> None:
     assert all(plan.margin >= problem.spare for plan in result.plans)
     assert result.tight and all(0 <= plan.margin < problem.spare for plan in result.tight)
     assert result.tight[0].seconds <= result.plans[0].seconds
+    assert losing(result.tight[0], result.plans[0]).endswith("%) faster")
 
 
 def test_an_ffn_in_runs_fits_where_no_other_saving_does() -> None:
@@ -284,6 +285,7 @@ def test_a_report_of_a_run_has_its_cost_and_a_command_that_saves(capsys: pytest.
     steps = math.ceil(10e9 / (16 * 64 * K))
     assert f"{steps:,} steps" in text and "USD" in text and "GPUs to choose from" in text
     assert f"--train-iters {steps} " in text and "--save-interval" in text.split("Start it")[1]
+    assert "--seq-length 65536 is above the 8192 tokens that the model is made for" in text
 
 
 @pytest.mark.parametrize(

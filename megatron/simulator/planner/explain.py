@@ -173,6 +173,8 @@ def _sent(workload: Workload, s: Strategy, layer: int) -> float:
 def losing(plan: Plan, winner: Plan) -> str:
     """The parts of a step that make a plan slower than the winner."""
     lost = plan.seconds - winner.seconds
+    if lost < -1e-3 * winner.seconds:
+        return f"{duration(-lost)} ({-100 * lost / winner.seconds:.1f} %) faster"
     if lost <= 1e-3 * winner.seconds:
         return f"as fast as the winner, with {gib(abs(plan.margin - winner.margin))} " + (
             "more to spare" if plan.margin > winner.margin else "less to spare"

@@ -295,6 +295,13 @@ class Request:
             counted |= {"whole_keys": packed(self.documents, seq_length).keys} if self.documents else {}
         return Workload(shape, seq_length, self.global_batch, **counted)
 
+    def beyond_words(self, seq_length: int) -> str:
+        """A sentence if the model was made for shorter sequences; otherwise empty."""
+        made_for = _config(self.flags, seq_length).model.max_position_embeddings
+        if seq_length <= made_for:
+            return ""
+        return f"--seq-length {seq_length} is above the {made_for} tokens that the model is made for"
+
     def program_flags(self, seq_length: int) -> list[str]:
         """The model's flags for a command."""
         named = _config(self.flags, seq_length).model.model
