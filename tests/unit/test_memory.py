@@ -293,7 +293,7 @@ def test_an_impossible_profile_is_refused(tmp_path):
     refused(f"{three} --profile-memory {tmp_path}/file", f"--profile-memory {tmp_path}/file", "written")
     refused(f"{three} --profile-memory /proc/nowhere", "--profile-memory /proc/nowhere", "written")
     refused(f"{GOOD} {MOCK} --profile-memory {tmp_path}/p", "--profile-memory", "step 2", "--profile-memory-step 1")
-    refused(f"{three} --profile-memory-step 1", "--profile-memory-step", "--profile-memory: add it")
+    refused(f"{three} --profile-memory-step 1", "--profile-memory-step", "without --profile-memory: add")
     refused(f"{three} --profile-memory {tmp_path}/p --profile-memory-step 0", "--profile-memory-step 0", "at least 1")
     refused(f"{three} --profile-memory {tmp_path}/p --skip-train", "--profile-memory", "--skip-train")
 

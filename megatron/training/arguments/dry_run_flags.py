@@ -18,7 +18,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
         started: number of processes that were started. A --world-size that a training run is given must equal it.
 
     Raises:
-        Refusal: a flag that only a dry run reads is given without it, or is out of range.
+        Refusal: --gpu is given without it, or the imbalance of experts cannot be.
     """
     simulation = config.simulation
     if not simulation.dry_run:
@@ -29,45 +29,16 @@ def complete_dry_run(config: Config, started: int) -> Config:
                 f", and {number_started} started: start that many, or add --dry-run, which simulates them",
                 Fix("--dry-run"),
             )
-        given = {
-            "--dry-run-json": simulation.dry_run_json,
-            "--gpu": simulation.gpu and not config.parallel.elastic,
-            "--dry-run-every-layer": simulation.dry_run_every_layer,
-            "--dry-run-jitter": simulation.dry_run_jitter,
-            "--dry-run-trace-events": simulation.dry_run_trace_events is not None,
-            "--dry-run-expert-imbalance": simulation.dry_run_expert_imbalance != 1,
-        }
-        for flag in (flag for flag, value in given.items() if value):
-            more = ", or --elastic, which takes the planner's grid" if flag == "--gpu" else ""
+        if simulation.gpu and not config.parallel.elastic:
             raise Refusal(
-                flag,
-                f"does nothing without --dry-run: add --dry-run{more}, or leave it out",
+                "--gpu",
+                "does nothing without --dry-run: add --dry-run, or --elastic, which takes the planner's grid, or leave "
+                "it out",
                 Fix("--dry-run"),
                 LEAVE_OUT,
             )
         return config
-    if simulation.dry_run_jitter and not simulation.gpu:
-        raise Refusal(
-            "--dry-run-jitter",
-            "varies the time of a step, which needs --gpu: add --gpu NAME, or leave it out",
-            LEAVE_OUT,
-        )
-    if not 0 <= simulation.dry_run_jitter < 1:
-        raise Refusal(
-            f"--dry-run-jitter {simulation.dry_run_jitter:g}", ": give a share from 0 to below 1, such as 0.02"
-        )
     _check_imbalance(config)
-    if simulation.world_size is not None and simulation.world_size < 1:
-        raise Refusal(f"--world-size {simulation.world_size}", ": give the number of simulated processes, at least 1")
-    events = simulation.dry_run_trace_events
-    if events is not None and not (simulation.gpu and simulation.dry_run_json):
-        raise Refusal(
-            "--dry-run-trace-events",
-            "limits the trace, which needs --gpu and --dry-run-json: add both, or leave it out",
-            LEAVE_OUT,
-        )
-    if events is not None and events < 1:
-        raise Refusal(f"--dry-run-trace-events {events}", ": give a number of at least 1")
     config = deepcopy(config)
     data, run = config.data, config.run
     files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path, data.data_config)

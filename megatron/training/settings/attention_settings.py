@@ -150,11 +150,17 @@ class ChunkConfig:
         65536,
         "longest chunk, in tokens of the complete sequence",
         aliases=["--ds-sequence-parallel-fpdt-chunk-size"],
+        needs=("fpdt",),
         stage=True,
     )
-    fpdt_offload: bool = flag(True, "keep finished chunks on the device", flags=["--no-fpdt-offload"], stage=True)
+    fpdt_offload: bool = flag(
+        True, "keep finished chunks on the device", flags=["--no-fpdt-offload"], needs=("fpdt",), stage=True
+    )
     fpdt_stream_hidden: bool = flag(
-        False, "keep hidden states in host memory too: device memory does not grow with the sequence", stage=True
+        False,
+        "keep hidden states in host memory too: device memory does not grow with the sequence",
+        needs=("fpdt",),
+        stage=True,
     )
     ffn_chunks: int | None = count(
         None,

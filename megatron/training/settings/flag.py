@@ -34,6 +34,7 @@ AT_LEAST_1 = Range(lambda value: value >= 1, "must be at least 1")
 NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
 ABOVE_ZERO = Range(lambda value: value > 0, "must be above 0")
 BELOW_1 = Range(lambda value: 0 <= value < 1, "must be from 0 up to, not including, 1")
+SHARE = Range(lambda value: 0 <= value <= 1, "must be from 0 to 1")
 AT_MOST_1 = Range(lambda value: value <= 1, "must be at most 1")
 AT_MOST_A_YEAR = Range(lambda value: value <= 366 * 24 * 60, f"is above {366 * 24 * 60}, a year")
 NOT_TINY = Range(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.settings.flag import ABOVE_ZERO, NOT_NEGATIVE, count, flag
+from megatron.training.settings.flag import ABOVE_ZERO, BELOW_1, NOT_NEGATIVE, count, flag
 from megatron.training.settings.read_with import (
     COPIES,
     LOAD,
@@ -162,7 +162,9 @@ class LoggingConfig:
     profile_memory: str | None = flag(
         None, "folder for a timeline of the memory of one step by kind, per rank, as JSON and as a picture"
     )
-    profile_memory_step: int | None = count(None, "which step of this run --profile-memory records; default 2")
+    profile_memory_step: int | None = count(
+        None, "which step of this run --profile-memory records; default 2", needs=("profile_memory",)
+    )
 
 
 @dataclass
@@ -201,23 +203,31 @@ class SimulationConfig:
     """A simulated cluster instead of a run."""
 
     dry_run: bool = flag(False, "simulate one step: memory, communication, FLOPs and, with --gpu, time")
-    world_size: int | None = flag(
+    world_size: int | None = count(
         None, "number of processes, simulated ones with --dry-run; default: as many as were started"
     )
     gpu: str | None = flag(
         None, "--dry-run: simulate this GPU, by name or as a file; default: processes on a CPU. --elastic: plan for it"
     )
-    dry_run_json: str | None = flag(None, "--dry-run: file for the result; pictures are written next to it")
+    dry_run_json: str | None = flag(
+        None, "--dry-run: file for the result; pictures are written next to it", needs=("dry_run",)
+    )
     dry_run_jitter: float = flag(
         0.0,
         "--dry-run: the compute time of ranks varies by this share (standard deviation over mean), drawn from --seed",
+        range=BELOW_1,
+        needs=("dry_run", "gpu"),
     )
     dry_run_expert_imbalance: float = flag(
-        1.0, "--dry-run: tokens of the experts on the simulated rank, over the mean of all experts"
+        1.0, "--dry-run: tokens of the experts on the simulated rank, over the mean of all experts", needs=("dry_run",)
     )
-    dry_run_every_layer: bool = flag(False, "--dry-run: run all layers, instead of a few that represent all")
-    dry_run_trace_events: int | None = flag(
-        None, "--dry-run-json with --gpu: largest number of kernels and transfers in the trace; default 400000"
+    dry_run_every_layer: bool = flag(
+        False, "--dry-run: run all layers, instead of a few that represent all", needs=("dry_run",)
+    )
+    dry_run_trace_events: int | None = count(
+        None,
+        "--dry-run-json with --gpu: largest number of kernels and transfers in the trace; default 400000",
+        needs=("dry_run", "gpu", "dry_run_json"),
     )
 
 

@@ -84,7 +84,9 @@ class NetworkSettings:
         loaded=ALWAYS,
     )
     rotary_base_local: int | None = function(
-        None, "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base"
+        None,
+        "base period of RoPE in layers with a window, where it is not scaled; default --rotary-base",
+        range=AT_LEAST_1,
     )
     no_rope_freq: int | list[int] | None = function(
         None,
@@ -156,7 +158,10 @@ class NetworkSettings:
     quick_geglu: bool = weights(False, "gated MLP with x sigmoid(1.702 x), as in gpt-oss")
     glu_linear_offset: float = function(0.0, "gated MLP: number added to the half that is not activated", core=True)
     activation_func_clamp_value: float | None = function(
-        None, "gated MLP: limit of both halves before the activation; the activated half has no lower limit", core=True
+        None,
+        "gated MLP: limit of both halves before the activation; the activated half has no lower limit",
+        range=ABOVE_ZERO,
+        core=True,
     )
     squared_relu: bool = flag(False, "squared ReLU instead of GELU", loaded=ALWAYS)
     bias_gelu_fusion: bool = flag(
@@ -181,12 +186,12 @@ class NetworkSettings:
         core=True,
     )
     softmax_scale: float | None = function(
-        None, "factor of attention scores; default 1 / square root of --kv-channels", core=True
+        None, "factor of attention scores; default 1 / square root of --kv-channels", range=ABOVE_ZERO, core=True
     )
     attn_logit_softcapping: float | None = function(
-        None, "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2"
+        None, "soft-cap of attention scores: a score s becomes C tanh(s / C), as in Gemma 2", range=ABOVE_ZERO
     )
-    final_logit_softcapping: float | None = function(None, "soft-cap of the logits of the vocabulary")
+    final_logit_softcapping: float | None = function(None, "soft-cap of the logits of the vocabulary", range=ABOVE_ZERO)
     softmax_type: str = weights(
         "vanilla",
         "softmax of attention: off-by-one adds 1 to its sum, learnable adds a sink: one learned score per head",

@@ -9,6 +9,7 @@ from megatron.training.settings.flag import (
     ABOVE_ZERO,
     BELOW_1,
     NOT_NEGATIVE,
+    SHARE,
     count,
     flag,
     function,
@@ -248,7 +249,7 @@ class DataConfig:
         "by-work: the samples of a global batch have similar attention work",
         choices=["greedy", "best-fit", "by-work"],
     )
-    packing_window: int = flag(
+    packing_window: int = count(
         1024, "samples that --packing plans together, in which a document may move", read_with=PLANNED_PACKING
     )
     sft: bool = flag(
@@ -273,7 +274,10 @@ class DataConfig:
         read_with=DPO,
     )
     dpo_beta: float = flag(
-        0.1, "--dpo: how strongly the model is held to the reference; of orpo, the ratio's weight", read_with=DPO
+        0.1,
+        "--dpo: how strongly the model is held to the reference; of orpo, the ratio's weight",
+        range=ABOVE_ZERO,
+        read_with=DPO,
     )
     dpo_label_smoothing: float = flag(
         0.0, "--dpo-loss sigmoid: probability that a pair is in the wrong order", read_with=DPO
@@ -290,15 +294,15 @@ class DataConfig:
         False, "compute the prompt of a pair of answers for each of them; default: once, for both", read_with=PAIRS
     )
     fim_data: bool = flag(False, "fill in the middle: texts are cut in three, and the middle comes last")
-    fim_rate: float = flag(0.5, "--fim-data: share of the texts that are cut", read_with=FIM)
+    fim_rate: float = flag(0.5, "--fim-data: share of the texts that are cut", range=SHARE, read_with=FIM)
     fim_spm_rate: float = flag(
-        0.5, "--fim-data: share of the cut texts whose suffix comes before the prefix", read_with=FIM
+        0.5, "--fim-data: share of the cut texts whose suffix comes before the prefix", range=SHARE, read_with=FIM
     )
     fim_split_sample: str | None = flag(
         None, "token between the parts of a text, each of which is cut separately", read_with=FIM
     )
     fim_fragment_rate: float | None = flag(
-        None, "share of such parts that are cut, in the texts that --fim-rate selects", read_with=FIM
+        None, "share of such parts that are cut, in the texts that --fim-rate selects", range=SHARE, read_with=FIM
     )
     fim_no_prefix: str | None = flag(None, "texts that begin with this are not cut", read_with=FIM)
     fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix", read_with=FIM)

@@ -11,12 +11,19 @@ import json
 import math
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import Refusal, one_line, raise_all, short
 from megatron.training.settings.config import Config
 
+NUMBERS = {
+    "train_batch_size": ("data.global_batch_size", int),
+    "train_micro_batch_size_per_gpu": ("data.micro_batch_size", int),
+    "gradient_accumulation_steps": ("data.gradient_accumulation_steps", int),
+    "gradient_clipping": ("optimizer.clip_grad", float),
+}
 # Keys that tune speed, memory or logs: the result does not depend on them.
 HINTS = (
     "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb "
@@ -99,14 +106,7 @@ class DeepSpeedFile:
             Refusal: for every key that is not supported, or that contradicts a flag.
         """
         rules: dict[str, Callable[[Any], None]] = {
-            "train_batch_size": lambda v: self._number("data.global_batch_size", v, "train_batch_size"),
-            "train_micro_batch_size_per_gpu": lambda v: self._number(
-                "data.micro_batch_size", v, "train_micro_batch_size_per_gpu"
-            ),
-            "gradient_accumulation_steps": lambda v: self._number(
-                "data.gradient_accumulation_steps", v, "gradient_accumulation_steps"
-            ),
-            "gradient_clipping": lambda v: self._number("optimizer.clip_grad", v, "gradient_clipping", float),
+            **{key: partial(self._number, *setting, key) for key, setting in NUMBERS.items()},
             "zero_optimization": self._zero,
             "fp16": self._fp16,
             "bf16": self._bf16,
@@ -152,7 +152,7 @@ class DeepSpeedFile:
         hint = f"did you mean {near[0]}?" if near else "leave it out"
         self._fault(key, f"is not a known key: {hint}")
 
-    def _number(self, name: str, value: Any, key: str, kind: type = int) -> None:
+    def _number(self, name: str, kind: type, key: str, value: Any) -> None:
         if value == "auto":
             return
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -200,7 +200,7 @@ class DeepSpeedFile:
             return
         fixed = section.get("loss_scale", 0)
         if fixed:
-            self._number("optimizer.loss_scale", fixed, "fp16.loss_scale", float)
+            self._number("optimizer.loss_scale", float, "fp16.loss_scale", fixed)
         elif settings.loss_scale is not None:  # Megatron-DeepSpeed takes the loss scale from the file
             self.config.notes.append(
                 f"--loss-scale {settings.loss_scale:g} is ignored with fp16 in {self.path}, as in "
@@ -215,7 +215,7 @@ class DeepSpeedFile:
             self.assign("optimizer.initial_loss_scale", 2.0**power, source)
         for key, kind in (("loss_scale_window", float), ("min_loss_scale", float), ("hysteresis", int)):
             if key in section:
-                self._number(f"optimizer.{key}", section[key], f"fp16.{key}", kind)
+                self._number(f"optimizer.{key}", kind, f"fp16.{key}", section[key])
         known = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis")
         for key in section:
             if key == "fp16_master_weights_and_grads" and section[key]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import Field
 from functools import partial
 
-from megatron.training.refusal import Gather, Refusal, needs_flag
+from megatron.training.refusal import Gather, Refusal, needs_flag, raise_all
 from megatron.training.settings.config import Config
 from megatron.training.settings.flag import Range, every, name_of
 from megatron.training.settings.read_with import Condition
@@ -29,16 +29,15 @@ def check_ranges(config: Config) -> None:
 
 
 def check_needs(config: Config) -> None:
-    """Refuse a flag that is given without one that it needs."""
+    """Refuse flags that are given without one that they need."""
     by_name = {setting.name: setting for *_, setting in config.settings()}
+    refused = []
     for _, part, setting in config.settings():
-        value = getattr(part, setting.name)
-        if value is None or value is False or value == setting.default:
-            continue
-        for other in setting.metadata.get("needs", ()):
-            if not getattr(config.part_with(other), other):
-                need = by_name[other]
-                raise needs_flag(name_of(setting), name_of(need), switch=need.type == "bool")
+        needs = setting.metadata.get("needs", ()) if getattr(part, setting.name) not in (None, setting.default) else ()
+        if lacks := next((other for other in needs if not getattr(config.part_with(other), other)), None):
+            need = by_name[lacks]
+            refused.append(needs_flag(name_of(setting), name_of(need), switch=need.type == "bool"))
+    raise_all(refused)
 
 
 def note_unused(config: Config) -> None:

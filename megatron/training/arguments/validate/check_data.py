@@ -74,10 +74,6 @@ def complete_data(config: Config) -> None:
 
 
 def _check_fim(data: DataConfig) -> None:
-    for flag, rate in (("--fim-rate", data.fim_rate), ("--fim-spm-rate", data.fim_spm_rate),
-                       ("--fim-fragment-rate", data.fim_fragment_rate)):  # fmt: skip
-        if rate is not None and not 0 <= rate <= 1:
-            raise Refusal(f"{flag} {rate:g}", "must be from 0 to 1")
     if not data.fim_data:
         return
     if data.mock_data:
@@ -92,8 +88,6 @@ def _check_fim(data: DataConfig) -> None:
 
 def _check_packing(data: DataConfig) -> None:
     """Refuse --packing where samples are not made of packed documents, or change from step to step."""
-    if data.packing_window < 1:
-        raise Refusal(f"--packing-window {data.packing_window}", "must be at least 1")
     if data.packing == "greedy":
         return
     others = {
@@ -143,9 +137,7 @@ def complete_pairs(config: Config) -> None:
         "--moe-z-loss-coeff": (model.num_experts and model.moe_z_loss_coeff, f"it is a sum over tokens, and {name} "
                                "divides by pairs: leave it out"),
     }  # fmt: skip
-    for flag, (given, reason) in refused.items():
-        if given:
-            raise Refusal(f"{name} with {flag}", f"is not supported ({reason})")
+    refuse_combinations(name, refused)
     if data.dpo:
         _complete_dpo(data, bool(model.lora_rank))
     if model.position_embedding_type == "alibi" and not data.separate_prompts:
@@ -155,8 +147,6 @@ def complete_pairs(config: Config) -> None:
 
 def _complete_dpo(data: DataConfig, lora: bool) -> None:
     kind = data.dpo_loss
-    if not data.dpo_beta > 0:
-        raise Refusal(f"--dpo-beta {data.dpo_beta}", "is not above 0: use 0.1, for example")
     if not 0 <= data.dpo_label_smoothing < 0.5:
         raise Refusal(f"--dpo-label-smoothing {data.dpo_label_smoothing}", "is not a probability below 0.5")
     for flag, given, only in (("--dpo-label-smoothing", data.dpo_label_smoothing, "sigmoid"),

@@ -8,7 +8,7 @@ from math import gcd
 from megatron.formulas import sizes as counts
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, needs_flag
-from megatron.training.settings.config import ChunkConfig, Config
+from megatron.training.settings.config import Config
 
 
 def complete_chunks(config: Config) -> None:
@@ -16,14 +16,6 @@ def complete_chunks(config: Config) -> None:
     chunks, attention, model = config.chunks, config.attention, config.model
     if chunks.fpdt:
         _fpdt(config)
-    else:
-        unused = {
-            "--fpdt-chunk-size": chunks.fpdt_chunk_size != ChunkConfig.fpdt_chunk_size,
-            "--no-fpdt-offload": not chunks.fpdt_offload,
-            "--fpdt-stream-hidden": chunks.fpdt_stream_hidden,
-        }
-        for flag in (flag for flag, given in unused.items() if given):
-            raise needs_flag(flag, "--fpdt", switch=True)
     if (chunks.fpdt or chunks.ffn_chunks) and model.fp8_format:
         flag = "--fpdt" if chunks.fpdt else "--ffn-chunks"
         raise Refusal(
@@ -276,10 +268,6 @@ def complete_profile(config: Config, world_size: int) -> None:
     logging = config.logging
     _traces(config, world_size)
     if logging.profile_memory is None:
-        if logging.profile_memory_step is not None:
-            raise Refusal(
-                "--profile-memory-step", "does nothing without --profile-memory: add it, or leave it out", LEAVE_OUT
-            )
         return
     if config.run.skip_train:
         raise Refusal("--profile-memory", "records a training step, and --skip-train has none: leave one out")

@@ -66,10 +66,6 @@ def complete_model(config: Config) -> None:
     if (model.glu_linear_offset or model.activation_func_clamp_value is not None) and not is_gated(model):
         flag = "--glu-linear-offset" if model.glu_linear_offset else "--activation-func-clamp-value"
         raise Refusal(flag, "needs a gated MLP: add --swiglu, --geglu or --quick-geglu, or leave it out", LEAVE_OUT)
-    for name in ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "activation_func_clamp_value"):
-        if getattr(model, name) is not None and not getattr(model, name) > 0:
-            flag = f"--{name.replace('_', '-')} {getattr(model, name):g}"
-            raise Refusal(flag, "must be above 0; leave it out for the default")
     model = derive_shape(model)
     if model.ffn_hidden_size < 1:
         raise Refusal(
@@ -243,8 +239,6 @@ def _window_layers(config: Config) -> None:
             "has no effect, because no layer with the window has RoPE: leave it out",
             LEAVE_OUT,
         )
-    if model.rotary_base_local < 1:
-        raise Refusal(f"--rotary-base-local {model.rotary_base_local}", "must be at least 1")
 
 
 def _rope_layers(config: Config) -> None:
