@@ -44,7 +44,6 @@ from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, Damaged, read_list
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, universal_path
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
-from megatron.training.checkpoint.read_torch_dist import tensors_in
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings
 from megatron.training.json_file import read_json
@@ -140,7 +139,6 @@ def read_stored(folder: Path) -> None:
         if key in stored and stored.shape(key) == shape:
             stored.read(key, (0,) * len(shape), shape)
     stored.object("rng")
-    tensors_in(as_it_is(folder))
 
 
 # common.pt

@@ -32,8 +32,6 @@ LEFT_OUT = {
     "NormedWords.__init__": "all are passed on",
     "CachedAttention.__init__": "",
     "Writer.__init__": "",
-    "_LoadTensors.__init__": "",
-    "_LoadTensors.load": "only read_torch_dist calls it",
     "TokenDataset.__init__": "",
     "LocalBuilder._build_megatron_dataset_splits": "all are passed on",
     "FullySharded.__init__": "",

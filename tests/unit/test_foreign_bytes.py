@@ -140,6 +140,15 @@ def test_tensors_that_metadata_describes_are_read(tmp_path):
     assert (result.dtype, result.shape) == (torch.uint8, random_state()["torch"].shape)
 
 
+@pytest.mark.parametrize("stored", [torch.ones(4, 3).double(), torch.ones(4, 4), [torch.ones(4, 3)]])
+def test_what_is_stored_must_be_the_tensor_of_the_metadata(tmp_path, monkeypatch, stored):
+    for name, data in two_tensors().items():
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr(unpickle, "read_bytes", lambda *_, **__: stored)
+    with pytest.raises(Refusal, match="weight is not the tensor that .metadata describes"):
+        StoredTensors(as_it_is(tmp_path)).read("weight", (0, 0), (4, 3))
+
+
 def changed(**lengths: tuple[int, ...]) -> bytes:
     """The pickled metadata with other sizes of the tensor ``weight``."""
     metadata = pickle.loads(small_metadata())

@@ -267,5 +267,5 @@ def test_parts_of_tp_ranks_are_joined():
 def test_core_stores_an_object_in_a_list(monkeypatch, stored, found):
     tensors = object.__new__(StoredTensors)
     tensors._tensors, tensors._places = {}, {"optimizer/shard_0_1": {None: "place"}}
-    monkeypatch.setattr(StoredTensors, "_read", lambda self, name, at: stored)
+    monkeypatch.setattr(StoredTensors, "_read", lambda self, name, at, complete: stored)
     assert tensors.object("optimizer") == found and tensors.object("other") is None

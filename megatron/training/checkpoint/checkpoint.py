@@ -121,11 +121,6 @@ def trains_others(saved: dict[str, Any], config: Config, path: Path) -> bool:
     return before != now
 
 
-def without_adapters(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's sharded state by parameter name, without the adapters."""
-    return {name: part for name, part in state.items() if not is_adapter(name)}
-
-
 def check_model(saved: dict[str, Any], config: Config, path: Path, changed: bool) -> None:
     """Refuse a checkpoint whose weights have other shapes, or whose network computes differently.
 

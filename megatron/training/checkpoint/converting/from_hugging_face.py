@@ -44,12 +44,12 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.checksums import check, list_files
-    from megatron.training.checkpoint.converting.lazy_save import LazySave, empty_extra_states, sharded
+    from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, save_lazily, sharded
     from megatron.training.checkpoint.converting.quantized import CONFIG, quantization
     from megatron.training.checkpoint.rank_file import without_inner_sums
     from megatron.training.checkpoint.run_state import Progress
+    from megatron.training.checkpoint.sharded_state import METADATA
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -174,7 +174,7 @@ def _save(
     }
     folder.mkdir()
     with one_process(), without_inner_sums():
-        LazySave(compute, done).save(state, folder, dict(checkpoint.METADATA))
+        save_lazily(state, folder, dict(METADATA), compute, done)
     list_files(folder)
 
 

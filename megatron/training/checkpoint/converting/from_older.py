@@ -30,7 +30,7 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from megatron.training.checkpoint.checksums import check, list_files
-    from megatron.training.checkpoint.converting.lazy_save import LazySave, empty_extra_states
+    from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, save_lazily
     from megatron.training.checkpoint.sharded_state import METADATA
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)  # types of args that are copied
@@ -161,7 +161,7 @@ def _save(
     }
     folder.mkdir()
     with one_process():
-        LazySave(compute, done).save(state, folder, dict(METADATA))
+        save_lazily(state, folder, dict(METADATA), compute, done)
     list_files(folder)
 
 

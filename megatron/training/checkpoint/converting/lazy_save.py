@@ -26,42 +26,48 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.training.checkpoint.hugging_face.safetensors_folder import cause
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import reason
 
 Compute = Callable[[ShardedTensor], Tensor]
 
 
-class LazySave:
-    """What ``dist_checkpointing.save`` does, on one process.
+def save_lazily(
+    state: dict[str, Any], folder: Path, content_metadata: dict[str, Any], compute: Compute, done: Callable[[], Any]
+) -> None:
+    """Write a complete folder, as ``dist_checkpointing.save`` does, on one process.
 
     Args:
         compute: returns the data of a ShardedTensor, which may be on the meta device; called in order.
         done: called after each tensor.
+
+    Raises:
+        OSError: it cannot be written.
     """
+    sharded, common = save_preprocess({**state, "content_metadata": content_metadata})
+    torch.save(common, folder / "common.pt")
+    planner = _LazyPlanner(list(nested_values(sharded)), compute, done)
+    # No read-ahead, because it would create a GPU stream; new_folder syncs the complete folder later.
+    writer = torch_checkpoint.FileSystemWriter(str(folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+    try:
+        torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except torch_checkpoint.CheckpointException as error:
+        raise OSError(reason(cause(error))) from error
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
-    def __init__(self, compute: Compute, done: Callable[[], Any]) -> None:
-        self.compute, self.done = compute, done
 
-    def save(self, state: dict[str, Any], checkpoint_dir: str | Path, content_metadata: dict[str, Any]) -> None:
-        """Write a complete folder. Raises OSError."""
-        sharded, common = save_preprocess({**state, "content_metadata": content_metadata})
-        torch.save(common, Path(checkpoint_dir) / "common.pt")
-        self.save_tensors(sharded, checkpoint_dir)
-        save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint_dir))
+def cause(error: torch_checkpoint.CheckpointException) -> BaseException:
+    """The error inside torch's exception, a BaseException; an interruption (KeyboardInterrupt) is raised again.
 
-    def save_tensors(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write the tensors and objects. Raises OSError."""
-        planner = _LazyPlanner(list(nested_values(sharded_state_dict)), self.compute, self.done)
-        # No read-ahead, because it would create a GPU stream; new_folder syncs the complete folder later.
-        writer = torch_checkpoint.FileSystemWriter(
-            str(checkpoint_dir), thread_count=1, per_thread_copy_ahead=0, sync_files=False
-        )
-        try:
-            torch_checkpoint.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        except torch_checkpoint.CheckpointException as error:  # a BaseException that wraps the reason
-            raise OSError(reason(cause(error))) from error
+    Closing an incomplete file, after a full disk or an interruption, raises another error that hides the first one.
+    """
+    chain = [next(iter(error.failures.values()))[0]]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    first = [link for link in chain if isinstance(link, (OSError, KeyboardInterrupt, SystemExit))]
+    if first and not isinstance(first[-1], OSError):
+        raise first[-1]
+    return first[-1] if first else chain[0]
 
 
 class _LazyPlanner(SavePlanner):

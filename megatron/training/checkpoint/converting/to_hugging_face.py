@@ -34,6 +34,7 @@ from megatron.training.checkpoint.hugging_face.safetensors_folder import (
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import attention_of, model_of, namespace
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, is_hugging_face
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
 from megatron.training.families.llama import llama_settings, llama_weights
@@ -45,13 +46,11 @@ from megatron.training.untrusted.links import file_in
 
 with warnings.catch_warnings():  # core reports at import that apex is missing
     warnings.simplefilter("ignore")
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    from megatron.context_parallel.core.lora import Lora, merged
+    from megatron.context_parallel.core.lora import Lora, is_adapter, merged
     from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.checksums import check, list_files
     from megatron.training.checkpoint.converting.lazy_save import sharded
-    from megatron.training.checkpoint.read_torch_dist import load_state, tensors_in
+    from megatron.training.checkpoint.read_torch_dist import load_state
 
 PEFT_PREFIX = "base_model.model."
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -118,7 +117,7 @@ def to_peft(source: Path, target: Path, bar: Callable[[int], Done], step: int | 
     with one_process(), new_folder(target) as folder:
         pieces = architectures.family_of(model).pieces(model, common["vocab_size"], ())
         wanted = [piece for piece in pieces if adapter_pieces(piece, model)]
-        done, tensors, dtype = bar(len(wanted)), {}, tensors_in(path)[wanted[0].stored()[0].key].dtype
+        done, tensors, dtype = bar(len(wanted)), {}, StoredTensors(path).dtype(wanted[0].stored()[0].key)
         for piece in wanted:
             tensors.update(_for_peft(path, piece, model, dtype))
             done()
@@ -185,10 +184,7 @@ def to_hugging_face(
     files += _tokenizer_files(common, {file.name for file in files}, notes)
     made = _made_files(common, files, notes) if original is None else {}
     with one_process(), new_folder(target, [*files, *map(Path, made)]) as folder:
-        stored = tensors_in(path)
-        model = _model(path, common)
-        if model.lora_rank:
-            stored = checkpoint.without_adapters(stored)
+        stored, model = StoredTensors(path), _model(path, common)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original)
         attention = _attention(path, common)
         family = described.family if described else architectures.family_of(model, attention)
@@ -342,7 +338,7 @@ def _vocabulary(path: Checked, trained: int | None, original: dict[str, Any] | N
 
 def _check_stored(
     path: Checked,
-    stored: dict[str, ShardedTensor],
+    stored: StoredTensors,
     pieces: list[Piece],
     model: ModelConfig,
     family: architectures.Family,
@@ -350,24 +346,18 @@ def _check_stored(
     """Check that all weights exist with the shapes that the settings require; returns their dtype."""
     parts = [part for piece in pieces for part in piece.stored()]
     wanted = {part.key: sharded(part, model.num_layers, torch.float32) for part in parts}
-    of_model = (
-        "embedding.",
-        "decoder.",
-        "output_layer.",
-        "reward_head.",
-        *("mtp.",) * family.predicts_ahead,
-    )
-    present = {key for key in stored if key.startswith(of_model)}
+    of_model = ("embedding.", "decoder.", "output_layer.", "reward_head.", *("mtp.",) * family.predicts_ahead)
+    present = {key for key in stored if key.startswith(of_model) and not (model.lora_rank and is_adapter(key))}
     if differing := sorted(present ^ wanted.keys()):
         raise Refusal(
             f"{path}: tensors are missing or unexpected for a {family.title} with its settings: {some(differing)}"
         )
     for key, tensor in wanted.items():
-        actual, shape = stored[key].global_shape, tensor.global_shape
+        actual, shape = stored.shape(key), tensor.global_shape
         padded = tensor.allow_shape_mismatch and actual[0] >= shape[0] and actual[1:] == shape[1:]
         if actual != shape and not padded:
             raise Refusal(f"{path}: {key} is {list(actual)}, but its settings require {list(shape)}")
-    return stored[pieces[0].key].dtype
+    return stored.dtype(pieces[0].key)
 
 
 def _original_headers(original_files: Checked | None) -> dict[str, Header]:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, WRITTEN
@@ -334,29 +333,13 @@ def one_process() -> Iterator[None]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn any error that torch raises for a damaged checkpoint into a Refusal of one line."""
+    """Turn any error that core or torch raises for a damaged checkpoint into a Refusal of one line."""
     try:
         yield
     except Refusal:
         raise
-    except (Exception, CheckpointException) as error:
-        raise Refusal(f"checkpoint {path} cannot be read: {reason(cause(error))}") from error
-
-
-def cause(error: BaseException) -> BaseException:
-    """The error inside torch's CheckpointException; an interruption (KeyboardInterrupt, SystemExit) is raised again.
-
-    Closing an incomplete file, after a full disk or an interruption, raises another error that hides the first one.
-    """
-    if not isinstance(error, CheckpointException):
-        return error
-    chain = [next(iter(error.failures.values()))[0]]
-    while chain[-1].__context__ is not None:
-        chain.append(chain[-1].__context__)
-    first = [link for link in chain if isinstance(link, (OSError, KeyboardInterrupt, SystemExit))]
-    if first and not isinstance(first[-1], OSError):
-        raise first[-1]
-    return first[-1] if first else chain[0]
+    except Exception as error:
+        raise Refusal(f"checkpoint {path} cannot be read: {reason(error)}") from error
 
 
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -45,9 +45,10 @@ class StoredTensors:
     def dtype(self, key: str) -> torch.dtype:
         return self._tensors[key].properties.dtype
 
-    def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The block [``offset``, ``offset + shape``) of a tensor; zeros outside of the tensor."""
-        out = torch.zeros(tuple(shape), dtype=self.dtype(key))
+    def read(self, key: str, offset: Sequence[int], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """The block [``offset``, ``offset + shape``) of a tensor, perhaps into ``out``; zeros outside of the tensor."""
+        dtype = self.dtype(key)
+        out = torch.zeros(tuple(shape), dtype=dtype) if out is None else out.zero_()
         inside = 1
         for first, length, size in zip(offset, shape, self.shape(key)):
             inside *= max(min(first + length, size) - first, 0)
@@ -57,7 +58,7 @@ class StoredTensors:
             if overlap(offset, shape, at, chunk.sizes) is None:
                 continue
             data = self._read(key, at)
-            if not isinstance(data, Tensor) or data.dtype != out.dtype or data.numel() != chunk.sizes.numel():
+            if not isinstance(data, Tensor) or data.dtype != dtype or data.numel() != chunk.sizes.numel():
                 raise Refusal(f"checkpoint {self.folder}: {key} is not the tensor that .metadata describes")
             copied += copy_overlap(out, offset, data.reshape(tuple(chunk.sizes)), at)
         if copied != inside:
@@ -65,20 +66,26 @@ class StoredTensors:
         return out
 
     def object(self, key: str) -> Any:
-        """The object (not a tensor) stored under the key of core's ShardedObject; None if there is none."""
-        for name, places in self._places.items():
-            if name.rpartition("/")[0] == key and name not in self._tensors:
-                stored = self._read(name, next(iter(places)))
-                return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
-        return None
+        """The object (not a tensor) stored under the key of core's ShardedObject, its first part; None if none is."""
+        names = (name for name in self._places if name.rpartition("/")[0] == key and name not in self._tensors)
+        return next((self.part_of_object(name, complete=False) for name in names), None)
 
-    def _read(self, key: str, at: Shape | None) -> Any:
+    def part_of_object(self, name: str, *, complete: bool = True) -> Any:
+        """What is stored under the unique key of a ShardedObject.
+
+        Args:
+            complete: refuse objects that would become an :class:`Unread`.
+        """
+        stored = self._read(name, None, complete=complete)
+        return stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+
+    def _read(self, key: str, at: Shape | None, *, complete: bool = False) -> Any:
         """The object with this key, or the chunk of a tensor at an offset."""
         place = self._places.get(key, {}).get(at)
         if place is None:
             raise Refusal(f"checkpoint {self.folder}: .metadata does not say where {key} lies")
         with unpickle.parts_of(self._checked.file(place.relative_path)) as read:
-            return unpickle.read_bytes(read(place.offset, place.length), self.folder / key)
+            return unpickle.read_bytes(read(place.offset, place.length), self.folder / key, complete=complete)
 
 
 def overlap(
