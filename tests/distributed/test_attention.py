@@ -9,23 +9,16 @@ import torch.distributed as dist
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.attention import kernels
+from tests.distributed.test_mask_attention import dense
 from tests.errors import worst
 from tests.pairs import by_pairs, pairs
 
 MASKS = {"causal": cp.Causal(), "full": cp.Full()}
 
 
-def dense_attention(q, k, v, causal):
-    """Plain attention on [s, b, h, d], the reference."""
-    group = q.size(2) // k.size(2)
-    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * q.size(3) ** -0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(q.size(0), k.size(0), dtype=torch.bool).triu(1), -torch.inf)
-    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v)
-
-
-def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, mask, kernel, dtype, tensor=1):
+def compare_with_dense(
+    ulysses, ring, heads, kv_heads, batch, length, balance, mask, kernel="math", dtype=torch.float64, tensor=1
+):
     """Largest errors of (out, dq, dk, dv) on this rank, each relative to its largest entry."""
     grid = cp.initialize_grid(ulysses=ulysses, ring=ring, tensor=tensor)
     layout = cp.SequenceLayout(length, grid, balance)
@@ -36,7 +29,7 @@ def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, m
     # The output's gradient has another memory order, to detect code that ignores strides.
     dout = torch.randn(batch, 8, heads, length, generator=generator, dtype=torch.float64).permute(3, 0, 2, 1)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense_attention(*whole, mask == "causal")
+    expected = dense(*whole, MASKS[mask])
     expected_grads = torch.autograd.grad(expected, whole, dout)
 
     local = [layout.shard(x).to(dtype).requires_grad_() for x in (q, k, v)]
@@ -46,6 +39,11 @@ def compare_with_dense(ulysses, ring, heads, kv_heads, batch, length, balance, m
     grads = torch.autograd.grad(out, local, local_dout)
     pairs = [(out, expected), *zip(grads, expected_grads)]
     return [float((mine.double() - layout.shard(full)).abs().max() / full.abs().max()) for mine, full in pairs]
+
+
+def check(pool, ulysses, ring, *case, tensor=1, tolerance=1e-10):
+    errors = pool.run(compare_with_dense, ulysses * ring * tensor, ulysses, ring, *case, tensor=tensor)
+    assert worst(errors) < tolerance, errors
 
 
 GRIDS = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8), (8, 1)]
@@ -72,21 +70,7 @@ CASES = [
     ),
 )
 def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, batch, balance, mask):
-    errors = pool.run(
-        compare_with_dense,
-        ulysses * ring,
-        ulysses,
-        ring,
-        heads,
-        kv_heads,
-        batch,
-        48,
-        balance,
-        mask,
-        "math",
-        torch.float64,
-    )
-    assert worst(errors) < 1e-10, errors
+    check(pool, ulysses, ring, heads, kv_heads, batch, 48, balance, mask)
 
 
 @pytest.mark.parametrize(
@@ -103,21 +87,7 @@ def test_float64_matches_dense_attention(pool, ulysses, ring, heads, kv_heads, b
 @pytest.mark.usual(0, 1, 2, 3)
 def test_uneven_heads_and_odd_grids(pool, ulysses, ring, heads, kv_heads, length):
     for balance in ("zigzag", "contiguous"):
-        errors = pool.run(
-            compare_with_dense,
-            ulysses * ring,
-            ulysses,
-            ring,
-            heads,
-            kv_heads,
-            2,
-            length,
-            balance,
-            "causal",
-            "math",
-            torch.float64,
-        )
-        assert worst(errors) < 1e-10, errors
+        check(pool, ulysses, ring, heads, kv_heads, 2, length, balance, "causal")
 
 
 FAST = [
@@ -130,8 +100,7 @@ FAST = [
 @pytest.mark.parametrize("ulysses, ring, dtype, tolerance", by_pairs(FAST, lambda u, r, dtype, _: {(u, r), dtype}))
 def test_the_fast_cpu_kernel(pool, ulysses, ring, dtype, tolerance):
     # bf16 has 8 bits, 2**-8 = 4e-3; a gradient is rounded several times.
-    errors = pool.run(compare_with_dense, ulysses * ring, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype)
-    assert worst(errors) < tolerance, errors
+    check(pool, ulysses, ring, 8, 2, 2, 256, "zigzag", "causal", "cpu", dtype, tolerance=tolerance)
 
 
 class Late:
@@ -156,7 +125,7 @@ DIRECT = dist.batch_isend_irecv
 
 def attend_late(balance):
     with mock.patch.object(dist, "batch_isend_irecv", lambda operations: [Late(operations)]):
-        return compare_with_dense(1, 4, 2, 1, 1, 48, balance, "causal", "math", torch.float64)
+        return compare_with_dense(1, 4, 2, 1, 1, 48, balance, "causal")
 
 
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
@@ -165,8 +134,7 @@ def test_rows_are_read_after_a_wait_for_their_message(pool, balance):
 
 
 def test_with_tensor_parallelism(pool):
-    errors = pool.run(compare_with_dense, 8, 2, 2, 8, 2, 1, 48, "zigzag", "causal", "math", torch.float64, tensor=2)
-    assert worst(errors) < 1e-10, errors
+    check(pool, 2, 2, 8, 2, 1, 48, "zigzag", "causal", tensor=2)
 
 
 def gather_inverts_shard(ulysses, ring, balance):

@@ -14,6 +14,7 @@ import torch
 
 import megatron.context_parallel as cp
 from megatron.context_parallel.layout.grid import Axis, make_grid
+from tests.distributed.test_mask_attention import dense
 
 LENGTH, HEADS, SIZE = 48, 4, 8
 ENDS = (0, 10, 30, 48)
@@ -93,49 +94,36 @@ def inputs():
     return [torch.randn(LENGTH, 1, heads, SIZE, generator=draw, dtype=torch.float64) for heads in (HEADS, 2, 2, HEADS)]
 
 
-def dense(allowed):
+def expected(allowed):
     """out and the gradients of q, k, v with a mask [s, s]."""
-    q, k, v, dout = inputs()
-    for x in (q, k, v):
-        x.requires_grad_()
-    scores = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(2, 2)) * SIZE**-0.5
-    at = torch.arange(LENGTH)
-    weights = scores.masked_fill(~allowed(at[:, None], at[None]), -torch.inf).softmax(-1)
-    out = torch.einsum("bhst,tbhd->sbhd", weights, v.repeat_interleave(2, 2))
+    *qkv, dout = inputs()
+    out = dense(*(x.requires_grad_() for x in qkv), cp.MaskFunction(allowed, cp.Full()))
     out.backward(dout)
-    return [out.detach(), q.grad, k.grad, v.grad]
+    return [out.detach(), *(x.grad for x in qkv)]
 
 
-def on_ranks(name, ulysses, ring):
-    """The results of ``dense`` computed through core's interface on a grid, and gathered."""
+def answered(name, ulysses=1, ring=1):
+    """The same through core's interface on a grid, and gathered."""
     of_layer, of_call, _ = requested(name)
-    layout = cp.SequenceLayout(LENGTH, make_grid(ulysses=ulysses, ring=ring))
-    q, k, v, dout = (layout.shard(x).contiguous() for x in inputs())
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = core_attention(layout=layout, **of_layer)(q, k, v, None, **of_call)
+    grid = make_grid(ulysses=ulysses, ring=ring) if ulysses * ring > 1 else cp.abstract_grid()
+    layout = cp.SequenceLayout(LENGTH, grid)
+    *qkv, dout = (layout.shard(x).contiguous() for x in inputs())
+    out = core_attention(layout=layout, **of_layer)(*(x.requires_grad_() for x in qkv), None, **of_call)
     out.backward(dout.flatten(2))
-    return [layout.gather(x) for x in (out.detach().unflatten(2, (HEADS, SIZE)), q.grad, k.grad, v.grad)]
+    return [layout.gather(x) for x in (out.detach().unflatten(2, (HEADS, SIZE)), *(x.grad for x in qkv))]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_requests_of_megatron_core_are_answered(name):
-    of_layer, of_call, allowed = requested(name)
-    q, k, v, dout = inputs()
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = core_attention(**of_layer)(q, k, v, None, **of_call)
-    out.backward(dout.flatten(2))
-    for mine, reference in zip([out.unflatten(2, (HEADS, SIZE)), q.grad, k.grad, v.grad], dense(allowed)):
-        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(answered(name), expected(requested(name)[2]), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     "name, ulysses, ring", [("window", 1, 3), ("documents", 2, 2), ("documents and a window", 1, 2)]
 )
 def test_requests_of_megatron_core_are_answered_on_a_grid(pool, name, ulysses, ring):
-    for mine, reference in zip(pool.run(on_ranks, ulysses * ring, name, ulysses, ring)[0], dense(requested(name)[2])):
-        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+    results = pool.run(answered, ulysses * ring, name, ulysses, ring)[0]
+    torch.testing.assert_close(results, expected(requested(name)[2]), rtol=1e-10, atol=1e-12)
 
 
 def test_tokens_of_packed_sequences_may_come_without_a_batch_dimension():

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ def errors_of(layout: cp.SequenceLayout, mine: list[Tensor], whole: list[Tensor]
     return [float((a - layout.shard(b)).abs().max() / b.abs().max()) for a, b in zip(mine, whole)]
 
 
+def errors_of_sums(layout: cp.SequenceLayout, mine: list[Tensor], whole: list[Tensor]) -> list[float]:
+    """Errors of gradients of parameters, after a sum over ranks."""
+    if layout.grid.context.size > 1:
+        for part in mine:
+            dist.all_reduce(part, group=layout.grid.context.group)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, whole)]
+
+
 def begins_with_spans(layout: cp.SequenceLayout) -> tuple[tuple[int, ...]]:
     """A document for each span of each rank: nothing passes from one span to another."""
     grid = layout.grid
@@ -81,15 +90,18 @@ def begins_with_spans(layout: cp.SequenceLayout) -> tuple[tuple[int, ...]]:
     return (tuple(sorted(stop for of_rank in spans for _, stop in of_rank)),)
 
 
+def layout_of(ulysses, ring, balance, documents, length, chunks=1) -> cp.SequenceLayout:
+    """The layout; by documents it is that of the first sample's."""
+    grid, ends = cp.initialize_grid(ulysses=ulysses, ring=ring), documents[0] if documents else ()
+    return cp.SequenceLayout(length, grid, balance, chunks, document_ends=ends if balance == "documents" else ())
+
+
 def compare_mixer(
     ulysses, ring, balance, documents, exchange, rule, length, batch, heads, key_heads, state=True, kernel="blocks"
 ):
     """Largest errors of out and of the gradients of all inputs on this rank."""
     rule = RULES[rule]
-    layout = cp.SequenceLayout(
-        length, cp.initialize_grid(ulysses=ulysses, ring=ring), balance,
-        document_ends=documents[0] if balance == "documents" and documents else (),
-    )  # fmt: skip
+    layout = layout_of(ulysses, ring, balance, documents, length)
     whole = [x.requires_grad_() for x in tokens(rule, length, batch, heads, key_heads)]
     expected = each_document(lambda *x: recurrence(rule, *x)[0], whole, documents)
     dout = random_like(expected)
@@ -112,18 +124,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "ulysses, ring, balance, documents, exchange, rule",
-    by_pairs(CASES, lambda u, r, *others: {(u, r), *others, (others[0], others[2])}),
-)
+def check(pool, compare, ulysses, ring, balance, documents, *case, by=None, limit=1e-10):
+    """Errors are below a limit and, if nothing passes from one span to the next, large; ``by``: other kernels."""
+    documents = DOCUMENTS.get(documents, documents)
+    how = (compare, ulysses * ring) if by is None else (by, ulysses * ring, compare)
+    run = partial(pool.run, *how, ulysses, ring, balance, documents, *case, timeout=240)
+    errors = run()
+    assert worst(errors) < limit, errors
+    if ulysses * ring > 1 and balance != "documents":
+        assert worst(run(False)) > CONTROL
+
+
+OF_MIXERS = "ulysses, ring, balance, documents, exchange, rule"
+
+
+def check_mixer(pool, *case, **how):
+    check(pool, compare_mixer, *case, 168, 2 if case[3] == "by sample" else 1, 12, 6, **how)
+
+
+@pytest.mark.parametrize(OF_MIXERS, by_pairs(CASES, lambda u, r, *x: {(u, r), *x, (x[0], x[2])}))
 @pytest.mark.usual(0, 1, 2, 3, 4, 5, 6, 7)
 def test_every_rule_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
-    batch = 2 if documents == "by sample" else 1
-    case = (ulysses, ring, balance, DOCUMENTS[documents], exchange, rule, 168, batch, 12, 6)
-    errors = pool.run(compare_mixer, ulysses * ring, *case)
-    assert worst(errors) < 1e-10, errors
-    if ulysses * ring > 1 and balance != "documents":
-        assert worst(pool.run(compare_mixer, ulysses * ring, *case, False)) > CONTROL
+    check_mixer(pool, ulysses, ring, balance, documents, exchange, rule)
 
 
 def compare_by_fla(compare, *case):
@@ -134,18 +156,10 @@ def compare_by_fla(compare, *case):
     return errors
 
 
-@pytest.mark.parametrize(
-    "ulysses, ring, balance, documents, exchange, rule",
-    by_pairs(CASES, lambda u, r, *others: {(u, r), *others, (others[0], others[2])}),
-)
+@pytest.mark.parametrize(OF_MIXERS, by_pairs(CASES, lambda u, r, *x: {(u, r), *x, (x[0], x[2])}))
 @pytest.mark.usual(0, 5)
 def test_the_kernels_of_fla_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
-    batch = 2 if documents == "by sample" else 1
-    case = (ulysses, ring, balance, DOCUMENTS[documents], exchange, rule, 168, batch, 12, 6)
-    errors = pool.run(compare_by_fla, ulysses * ring, compare_mixer, *case)
-    assert worst(errors) < 1e-10, errors
-    if ulysses * ring > 1 and balance != "documents":
-        assert worst(pool.run(compare_by_fla, ulysses * ring, compare_mixer, *case, False)) > CONTROL
+    check_mixer(pool, ulysses, ring, balance, documents, exchange, rule, by=compare_by_fla)
 
 
 def compare_by_triton(compare, *case):
@@ -161,15 +175,11 @@ needs_triton = pytest.mark.skipif(missing_triton() is not None, reason=missing_t
 
 @needs_triton
 @pytest.mark.parametrize(
-    "ulysses, ring, balance, documents, exchange, rule",
-    by_pairs([case for case in CASES if not RULES[case[5]].delta], lambda u, r, *others: {(u, r), *others}),
+    OF_MIXERS, by_pairs([case for case in CASES if not RULES[case[5]].delta], lambda u, r, *x: {(u, r), *x})
 )
 @pytest.mark.lab
 def test_our_kernels_on_every_grid(pool, ulysses, ring, balance, documents, exchange, rule):
-    batch = 2 if documents == "by sample" else 1
-    case = (ulysses, ring, balance, DOCUMENTS[documents], exchange, rule, 168, batch, 12, 6)
-    errors = pool.run(compare_by_triton, ulysses * ring, compare_mixer, *case, timeout=240)
-    assert worst(errors) < 1e-5, errors
+    check_mixer(pool, ulysses, ring, balance, documents, exchange, rule, by=compare_by_triton, limit=1e-5)
 
 
 def count_bytes(ulysses, ring, exchange, rule, length):
@@ -230,10 +240,7 @@ def test_bytes_are_those_of_the_formulas(pool, ulysses, ring, exchange, rule):
 
 def compare_convolution(ulysses, ring, balance, documents, width, length, batch, activation, halo=True):
     """Largest errors of out, dx, dweight and dbias on this rank; those of dweight and dbias after a sum over ranks."""
-    layout = cp.SequenceLayout(
-        length, cp.initialize_grid(ulysses=ulysses, ring=ring), balance,
-        document_ends=documents[0] if balance == "documents" and documents else (),
-    )  # fmt: skip
+    layout = layout_of(ulysses, ring, balance, documents, length)
     generator = torch.Generator().manual_seed(5)
     x, weight, bias = (
         torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -254,11 +261,7 @@ def compare_convolution(ulysses, ring, balance, documents, width, length, batch,
     out = short_convolution(local, *own, layout=layout, activation=activation, documents=documents)
     dx, *dparameters = torch.autograd.grad(out, (local, *own), layout.shard(dout))
     errors = errors_of(layout, [out, dx], [expected, grads[0]])
-    for mine, whole in zip(dparameters, grads[1:]):
-        if ulysses * ring > 1:
-            dist.all_reduce(mine, group=layout.grid.context.group)
-        errors.append(float((mine - whole).abs().max() / whole.abs().max()))
-    return errors
+    return errors + errors_of_sums(layout, dparameters, grads[1:])
 
 
 CONVOLUTIONS = [
@@ -275,11 +278,8 @@ CONVOLUTIONS = [
 )
 def test_a_convolution_on_every_grid(pool, ulysses, ring, balance, documents, width, length, activation):
     ends = tuple(tuple(end for end in one if end < length) + (length,) for one in DOCUMENTS[documents])
-    case = (ulysses, ring, balance, ends, width, length, 2 if len(ends) == 2 else 1, activation)
-    errors = pool.run(compare_convolution, ulysses * ring, *case)
-    assert worst(errors) < 1e-10, errors
-    if ulysses * ring > 1 and balance != "documents":
-        assert worst(pool.run(compare_convolution, ulysses * ring, *case, False)) > CONTROL
+    batch = 2 if len(ends) == 2 else 1
+    check(pool, compare_convolution, ulysses, ring, balance, ends, width, length, batch, activation)
 
 
 def compare_chunked(
@@ -290,10 +290,7 @@ def compare_chunked(
     ``width``: of the convolution; 0: none.
     """
     rule, batch, hidden, heads, keys, values = RULES[rule], 2 if len(documents) == 2 else 1, 7, 6, 4, 3
-    layout = cp.SequenceLayout(
-        length, cp.initialize_grid(ulysses=ulysses, ring=ring), balance, chunks=chunks,
-        document_ends=documents[0] if balance == "documents" and documents else (),
-    )  # fmt: skip
+    layout = layout_of(ulysses, ring, balance, documents, length, chunks)
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Tensor:
@@ -340,11 +337,7 @@ def compare_chunked(
     y = layer(local)
     dx, *dweights = torch.autograd.grad(y, [local, *own], layout.shard(dy))
     errors = errors_of(layout, [y, dx], [expected, grads[0]])
-    for mine, whole in zip(dweights, grads[1:]):
-        if ulysses * ring > 1:
-            dist.all_reduce(mine, group=layout.grid.context.group)
-        errors.append(float((mine - whole).abs().max() / whole.abs().max()))
-    return errors
+    return errors + errors_of_sums(layout, dweights, grads[1:])
 
 
 KEPT = ["device", "offloaded", "streamed", "recomputed"]
@@ -357,42 +350,30 @@ CHUNKED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
-    by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}),
-)
+OF_LAYERS = "ulysses, ring, balance, documents, chunks, exchange, rule, kept"
+
+
+@pytest.mark.parametrize(OF_LAYERS, by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}))
 @pytest.mark.usual(0, 1, 2)
 def test_layers_in_chunks(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
-    case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
-    errors = pool.run(compare_chunked, ulysses * ring, *case)
-    assert worst(errors) < 1e-10, errors
-    if ulysses * ring > 1 and balance != "documents":
-        assert worst(pool.run(compare_chunked, ulysses * ring, *case, False)) > CONTROL
+    check(pool, compare_chunked, ulysses, ring, balance, documents, chunks, exchange, rule, kept, 168)
 
 
-@pytest.mark.parametrize(
-    "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
-    by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}),
-)
+@pytest.mark.parametrize(OF_LAYERS, by_pairs(CHUNKED, lambda u, r, *others: {(u, r), *others}))
 @pytest.mark.usual(0)
 def test_layers_in_chunks_by_fla(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
-    case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
-    errors = pool.run(compare_by_fla, ulysses * ring, compare_chunked, *case)
-    assert worst(errors) < 1e-10, errors
-    if ulysses * ring > 1 and balance != "documents":
-        assert worst(pool.run(compare_by_fla, ulysses * ring, compare_chunked, *case, False)) > CONTROL
+    case = (ulysses, ring, balance, documents, chunks, exchange, rule, kept, 168)
+    check(pool, compare_chunked, *case, by=compare_by_fla)
 
 
 @needs_triton
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "ulysses, ring, balance, documents, chunks, exchange, rule, kept",
-    by_pairs([case for case in CHUNKED if not RULES[case[6]].delta], lambda u, r, *others: {(u, r), *others}),
+    OF_LAYERS, by_pairs([case for case in CHUNKED if not RULES[case[6]].delta], lambda u, r, *x: {(u, r), *x})
 )
 def test_layers_in_chunks_by_our_kernels(pool, ulysses, ring, balance, documents, chunks, exchange, rule, kept):
-    case = (ulysses, ring, balance, DOCUMENTS[documents], chunks, exchange, rule, kept, 168)
-    errors = pool.run(compare_by_triton, ulysses * ring, compare_chunked, *case, timeout=240)
-    assert worst(errors) < 1e-5, errors
+    case = (ulysses, ring, balance, documents, chunks, exchange, rule, kept, 168)
+    check(pool, compare_chunked, *case, by=compare_by_triton, limit=1e-5)
 
 
 @pytest.mark.parametrize("width", [0, 1])

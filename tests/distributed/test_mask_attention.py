@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -265,21 +266,33 @@ def test_only_the_first_chunked_layer_on_a_ring_derives_its_plan(pool, mask):
         assert all(first) and not any(map(any, others)), (first, others)
 
 
+def compare_plain(layout, mask, attend, keys=LENGTH, key_layout=None, batch=2):
+    """Errors of out, dq, dk and dv of ``attend`` (of this rank's q, k, v); a mask for each sample or for all."""
+    q, k, v, dout = inputs(4, 2, batch, keys)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    masks = mask if isinstance(mask, list) else [mask] * batch
+    expected = torch.cat([dense(*(x[:, i : i + 1] for x in whole), one) for i, one in enumerate(masks)], dim=1)
+    expected_grads = torch.autograd.grad(expected, whole, dout)
+    layouts = [layout, layout, key_layout or layout, key_layout or layout]
+    local = [part.shard(x).requires_grad_() for part, x in zip(layouts[1:], (q, k, v))]
+    out = attend(*local)
+    grads = torch.autograd.grad(out, local, layout.shard(dout))
+    pairs = zip(layouts, (out, *grads), (expected, *expected_grads))
+    return errors((mine, part.shard(full)) for part, mine, full in pairs)
+
+
 def compare_dealt(ends, ulysses, ring, chunks, grid):
-    """Documents balanced_spans over the ring, as ``--context-parallel-balance documents`` does."""
+    """Documents balanced over the ring, as ``--context-parallel-balance documents`` does."""
     mask = cp.Documents(ends)
     layout = make_layout((ulysses, ring, 1, "documents", chunks), ends, grid)
     assert layout.ring_spans(layout.grid.ring.rank) == balance_documents(ends, ring)[layout.grid.ring.rank]
-    q, k, v, dout = inputs(4, 2, 1)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense(*whole, mask)
-    expected_grads = torch.autograd.grad(expected, whole, dout)
-    local = [layout.shard(x).requires_grad_() for x in (q, k, v)]
-    rule = cp.AttentionRule(mask, "math")
-    out = chunked(*local, layout, rule) if chunks > 1 else cp.attention(*local, layout=layout, mask=mask, kernel="math")
-    grads = torch.autograd.grad(out, local, layout.shard(dout))
+    q = inputs(4, 2, 1)[0]
     assert torch.equal(layout.gather(layout.shard(q)), q)
-    return errors((mine, layout.shard(full)) for mine, full in [(out, expected), *zip(grads, expected_grads)])
+    if chunks > 1:
+        return compare_plain(
+            layout, mask, partial(chunked, layout=layout, rule=cp.AttentionRule(mask, "math")), batch=1
+        )
+    return compare_plain(layout, mask, partial(cp.attention, layout=layout, mask=mask, kernel="math"), batch=1)
 
 
 def compare_all_dealt(ulysses, ring, chunks):
@@ -300,15 +313,7 @@ def compare_samples(ulysses, ring):
     """Each sample of a batch has other documents."""
     masks = [cp.Documents(ENDS), cp.Documents(LONG), cp.Causal()]
     layout = make_layout((ulysses, ring, 1, "zigzag", 1))
-    q, k, v, dout = inputs(4, 2, 3)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    parts = [dense(*(x[:, i : i + 1] for x in whole), mask) for i, mask in enumerate(masks)]
-    expected = torch.cat(parts, dim=1)
-    expected_grads = torch.autograd.grad(expected, whole, dout)
-    local = [layout.shard(x).requires_grad_() for x in (q, k, v)]
-    out = cp.attention(*local, layout=layout, mask=masks, kernel="math")
-    grads = torch.autograd.grad(out, local, layout.shard(dout))
-    return errors((mine, layout.shard(full)) for mine, full in [(out, expected), *zip(grads, expected_grads)])
+    return compare_plain(layout, masks, partial(cp.attention, layout=layout, mask=masks, kernel="math"), batch=3)
 
 
 def test_a_mask_for_each_sample(pool):
@@ -327,17 +332,8 @@ def compare_cross(mask, ulysses, ring, keys, balance):
     """Queries and keys of different lengths and layouts."""
     layout = make_layout((ulysses, ring, 1, "zigzag", 1))
     key_layout = cp.SequenceLayout(keys, layout.grid, balance)
-    q, k, v, dout = inputs(4, 2, 2, keys)
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = dense(*whole, CROSS[mask])
-    expected_grads = torch.autograd.grad(expected, whole, dout)
-    local = [layout.shard(q), *(key_layout.shard(x) for x in (k, v))]
-    local = [x.requires_grad_() for x in local]
-    out = cp.attention(*local, layout=layout, key_layout=key_layout, mask=CROSS[mask], kernel="math")
-    grads = torch.autograd.grad(out, local, layout.shard(dout))
-    layouts = [layout, layout, key_layout, key_layout]
-    pairs = zip(layouts, (out, *grads), (expected, *expected_grads))
-    return errors((mine, part.shard(full)) for part, mine, full in pairs)
+    options = {"layout": layout, "key_layout": key_layout, "mask": CROSS[mask], "kernel": "math"}
+    return compare_plain(layout, CROSS[mask], partial(cp.attention, **options), keys, key_layout)
 
 
 @pytest.mark.parametrize("mask", CROSS)

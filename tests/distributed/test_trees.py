@@ -11,12 +11,14 @@ import megatron.context_parallel as cp
 from tests.distributed.test_linear_attention import (
     CONTROL,
     GRIDS,
+    KEPT,
     compare_by_fla,
     compare_chunked,
     compare_convolution,
     compare_mixer,
     each_path,
     errors_of,
+    layout_of,
     random_like,
 )
 from tests.errors import worst
@@ -40,10 +42,7 @@ def siblings(tree: cp.Tree) -> cp.Tree:
 
 def compare_attention(ulysses, ring, balance, tree, kernel, dtype, wrong=False, gather_keys=False):
     """Largest errors of out, dq, dk and dv on this rank; the dense result is of separate rows."""
-    layout = cp.SequenceLayout(
-        LENGTH, cp.initialize_grid(ulysses=ulysses, ring=ring), balance,
-        document_ends=tree if balance == "documents" else (),
-    )  # fmt: skip
+    layout = layout_of(ulysses, ring, balance, (tree,), LENGTH)
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(LENGTH, 1, h, 8, generator=generator).double().requires_grad_() for h in (12, 6, 6))
 
@@ -115,21 +114,13 @@ def test_a_convolution_in_a_tree(pool, ulysses, ring, balance, name, width):
     assert worst(pool.run(compare_convolution, ulysses * ring, *case)) < 1e-10
 
 
-KEPT = ["device", "offloaded", "streamed", "recomputed"]
 CHUNKED = [
-    (
-        *grid,
-        b,
-        NAMES[(i + j + n) % 4],
-        chunks,
-        ["gather", "relay", "heads"][(i + j + n) % 3],
-        rule,
-        KEPT[(i + j + n) % 4],
-    )
+    (*grid, b, NAMES[(i + j + n) % 4], chunks, ["gather", "relay", "heads"][(i + j + n) % 3], rule,
+     KEPT[(i + j + n) % 4])
     for i, grid in enumerate([(1, 1), (2, 1), (1, 2), (2, 2), (1, 4)])
     for j, b in enumerate(BALANCES)
     for n, (chunks, rule) in enumerate([(5, "gated_delta"), (3, "kda"), (12, "mamba2")])
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
