@@ -22,24 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron.training.families import architectures
 from megatron.training.families.llama import llama_settings, llama_weights
+from tests.distributed.flags import A2A, ETP1, FULL, P2, R2, SP, T2, U2, ep, fpdt
 from tests.distributed.pool import RankError
-from tests.distributed.training_runs import (
-    A2A,
-    FULL,
-    P2,
-    R2,
-    SP,
-    T2,
-    U2,
-    compare_gradients,
-    ep,
-    fpdt,
-    make_job,
-    resume,
-    run_training,
-    train_and_save,
-    train_job,
-)
+from tests.distributed.training_runs import compare_gradients, make_job, resume, run_training, train_and_save, train_job
 from tests.hugging_face import draw_weights
 from tests.pairs import also_in_full
 from tools.convert_hf import main as convert
@@ -141,7 +126,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 EXPERTS_KINDS = ("qwen3_moe", "qwen3_next", "gpt_oss", "glm4_moe", "nemotron_h", "deepseek_v3", "deepseek_v2",
                  "deepseek_v32", "glm_moe_dsa", "mixtral")  # fmt: skip
-ETP1 = "--expert-tensor-parallel-size 1"
 ONE, TP_CP, EP2 = "one process", "TP 2 x U 2 x R 2", "EP 2 x U 2"
 GRIDS = {ONE: (1, ""), TP_CP: (8, f"{SP} {U2} {R2}"), EP2: (2, f"{U2} {ep(2)} {A2A}")}
 MORE = {  # grids of single kinds

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.distributed.flags import GQA, P2, R2, SP, STREAM, T2, U2, V2, ZERO1, ZERO2, ZERO3, fpdt
 from tests.distributed.pool import fork_server
 from tests.distributed.training_runs import (
     make_job,
@@ -24,10 +25,7 @@ from tests.distributed.training_runs import (
 )
 from tests.pairs import also_in_full
 
-GQA = "--group-query-attention --num-query-groups 2"
-T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
-P2 = "--pipeline-model-parallel-size 2"
 
 
 @pytest.mark.parametrize(
@@ -35,19 +33,16 @@ P2 = "--pipeline-model-parallel-size 2"
     [
         (1, "--hidden-dropout 0.1 --bf16"),
         (1, "--optimizer sgd"),
-        (2, "--zero-stage 1 --hidden-dropout 0.1"),
-        (2, "--zero-stage 2 --bf16 --micro-batch-size 1"),
-        (2, "--zero-stage 3 --fp16 --initial-loss-scale 256 --loss-scale-window 2 --micro-batch-size 1"),
+        (2, f"{ZERO1} --hidden-dropout 0.1"),
+        (2, f"{ZERO2} --bf16 --micro-batch-size 1"),
+        (2, f"{ZERO3} --fp16 --initial-loss-scale 256 --loss-scale-window 2 --micro-batch-size 1"),
+        (4, f"{P2} {V2} {ZERO1} --micro-batch-size 1"),
         *also_in_full(
-            (4, f"{T2} --zero-stage 3 --ring-parallel-size 2 --hidden-dropout 0.1"),
-            (4, "--ulysses-parallel-size 2 --ring-parallel-size 2 --hidden-dropout 0.1"),
+            (4, f"{SP} {ZERO3} {R2} --hidden-dropout 0.1"),
+            (4, f"{U2} {R2} --hidden-dropout 0.1"),
+            (2, f"{SP} {ZERO1} --fp16 --initial-loss-scale 1024"),
+            (4, f"{SP} {U2} {ZERO1} --fp16 --initial-loss-scale 1024"),
         ),
-        (
-            4,
-            f"{P2} --num-virtual-stages-per-pipeline-rank 2 --zero-stage 1 --micro-batch-size 1",
-        ),
-        *also_in_full((2, f"{T2} --zero-stage 1 --fp16 --initial-loss-scale 1024")),
-        *also_in_full((4, f"{T2} --ulysses-parallel-size 2 --zero-stage 1 --fp16 --initial-loss-scale 1024")),
     ],
 )
 @pytest.mark.usual(0, 1, 3)
@@ -63,20 +58,17 @@ TWO = f"{GQA} --num-layers 2"
 BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 GRIDS = {
     "one process": (1, ""),
-    "ZeRO 1, R 2": (4, "--zero-stage 1 --ring-parallel-size 2"),
-    "TP 2, U 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2"),
-    "PP 2, ZeRO 1": (4, "--pipeline-model-parallel-size 2 --zero-stage 1"),
-    "ZeRO 2, U 2": (2, "--zero-stage 2 --ulysses-parallel-size 2"),
-    "ZeRO 3, R 4": (4, "--zero-stage 3 --ring-parallel-size 4"),
-    "TP 2, ZeRO 3": (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3"),
-    "FPDT streamed, ZeRO 3, U 2": (
-        2,
-        "--fpdt --fpdt-chunk-size 22 --fpdt-stream-hidden --zero-stage 3 --ulysses-parallel-size 2",
-    ),
-    "DP 3, ZeRO 3": (3, f"--zero-stage 3 {BATCH_6}"),  # no matrix is a multiple of three rows
+    "ZeRO 1, R 2": (4, f"{ZERO1} {R2}"),
+    "TP 2, U 2": (4, f"{SP} {U2}"),
+    "PP 2, ZeRO 1": (4, f"{P2} {ZERO1}"),
+    "ZeRO 2, U 2": (2, f"{ZERO2} {U2}"),
+    "ZeRO 3, R 4": (4, f"{ZERO3} --ring-parallel-size 4"),
+    "TP 2, ZeRO 3": (4, f"{SP} {ZERO3}"),
+    "FPDT streamed, ZeRO 3, U 2": (2, f"{fpdt(22, STREAM)} {ZERO3} {U2}"),
+    "DP 3, ZeRO 3": (3, f"{ZERO3} {BATCH_6}"),  # no matrix is a multiple of three rows
     "one process, batch of 6": (1, BATCH_6),
-    "TP 2, PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    "TP 2, an empty stage, ZeRO 1": (4, f"{T2} {P2} --pipeline-model-parallel-layout Et|t||L --zero-stage 1"),
+    "TP 2, PP 2": (4, f"{T2} {P2}"),
+    "TP 2, an empty stage, ZeRO 1": (4, f"{SP} {P2} --pipeline-model-parallel-layout Et|t||L {ZERO1}"),
 }
 
 
@@ -135,9 +127,9 @@ def train_sinks(flags, folder, steps_before, steps_after):
 @pytest.mark.parametrize(
     "world, saved_on, loaded_on",
     [
-        (2, T2, P2),
-        (2, f"{T2} --zero-stage 1", ""),
-        *also_in_full((2, T2, ""), (2, P2, T2), (2, "", f"{T2} --zero-stage 1")),
+        (2, SP, P2),
+        (2, f"{SP} --zero-stage 1", ""),
+        *also_in_full((2, SP, ""), (2, P2, SP), (2, "", f"{SP} --zero-stage 1")),
     ],
 )
 @pytest.mark.usual(1)

@@ -20,21 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.training.refusal import Refusal
 from megatron.training.setup import VARIABLES, make_deterministic
+from tests.distributed.flags import DEVICE, FULL, HOST, SP, STREAM, T2, ZERO1, ZERO3, fpdt
 from tests.distributed.test_training import GQA, cp
-from tests.distributed.training_runs import (
-    DEVICE,
-    FULL,
-    HOST,
-    SP,
-    STREAM,
-    T2,
-    ZERO1,
-    ZERO3,
-    fpdt,
-    make_job,
-    run_training,
-    train_job,
-)
+from tests.distributed.training_runs import make_job, run_training, train_job
 from tests.pairs import also_in_full
 
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 5000 --micro-batch-size 1"

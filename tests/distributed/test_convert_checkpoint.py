@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.distributed import megatron_lm
-from tests.distributed.test_megatron_checkpoints import FLAGS, P2, T2, V2
+from tests.distributed.flags import P2, T2, V2
+from tests.distributed.test_megatron_checkpoints import FLAGS
 from tests.distributed.training_runs import make_job, refusal_of, resume, train_job
 from tools import convert_checkpoint, convert_hf
 

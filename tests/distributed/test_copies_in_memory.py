@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.in_memory import copy_file
+from tests.distributed.flags import SP
 from tests.distributed.training_runs import make_job, train_job
 from tests.pairs import also_in_full
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
-T2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 P2 = "--pipeline-model-parallel-size 2 --micro-batch-size 1"
 
 
@@ -104,7 +104,7 @@ def the_file(folder, node, name):
     "world, flags",
     [
         (2, "--zero-stage 1 --bf16 --hidden-dropout 0.1 --partition-position-embedding --ring-parallel-size 2 GPT"),
-        (4, f"{T2} --fp16 --initial-loss-scale 256 --loss-scale-window 2 --lr-warmup-iters 3"),
+        (4, f"{SP} --fp16 --initial-loss-scale 256 --loss-scale-window 2 --lr-warmup-iters 3"),
         (
             2,
             "--zero-stage 1 --bf16 --ring-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 "
@@ -113,7 +113,7 @@ def the_file(folder, node, name):
         *also_in_full(
             (2, "--zero-stage 3 --bf16 --micro-batch-size 1"),
             (4, f"{P2} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
-            (4, f"{T2} --zero-stage 2 --non-persistent-local-ckpt-algo atomic"),
+            (4, f"{SP} --zero-stage 2 --non-persistent-local-ckpt-algo atomic"),
             (2, "--optimizer sgd --ulysses-parallel-size 2 --non-persistent-local-ckpt-algo atomic"),
             (2, "--zero-stage 1 --overlap-param-gather --overlap-grad-reduce"),
             (1, ""),

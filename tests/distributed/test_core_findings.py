@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
 from megatron.training.settings.models import LLAMA_DEFAULTS
-from tests.distributed.training_runs import RUN, SHAPE, data_of, evaluated_loss, first_gradients, make_job, take_steps
+from tests.distributed.flags import RUN, SHAPE
+from tests.distributed.training_runs import data_of, evaluated_loss, first_gradients, make_job, take_steps
 
 MODEL = "--num-layers 2 --softmax-type learnable --qk-layernorm --eod-mask-loss --attention-kernel math"
 TENSOR, RING, DATA = "--tensor-model-parallel-size 2", "--ring-parallel-size 2", ""

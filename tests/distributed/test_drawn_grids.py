@@ -26,11 +26,10 @@ from tests.distributed import test_mamba2 as mamba2
 from tests.distributed import test_rope as rope
 from tests.distributed import test_state_adapters as adapters
 from tests.distributed import test_training as training
-from tests.distributed.test_fpdt import TWO
-from tests.distributed.test_gated_delta_net import UNEVEN
-from tests.distributed.training_runs import (
+from tests.distributed.flags import (
     A2A,
     DEVICE,
+    ETP1,
     FULL,
     HOST,
     LLAMA,
@@ -47,11 +46,12 @@ from tests.distributed.training_runs import (
     ZERO1,
     ZERO2,
     ZERO3,
-    compare_gradients,
-    compare_runs,
     ep,
     fpdt,
-)  # fmt: skip
+)
+from tests.distributed.test_fpdt import TWO
+from tests.distributed.test_gated_delta_net import UNEVEN
+from tests.distributed.training_runs import compare_gradients, compare_runs
 
 # Of each list one is drawn; "" stands for the default and is drawn more often where other lists need room.
 AXES = [
@@ -71,7 +71,7 @@ AXES = [
     ["", "", fpdt(16), fpdt(13, STREAM), fpdt(22, DEVICE), fpdt(32), "--ffn-chunks 3"],
     ["", "--loss-chunks 3"],
 ]
-EP = [*map(ep, (1, 2, 4)), f"{ep(2)} {A2A}", f"{ep(2)} {experts.ETP1}"]
+EP = [*map(ep, (1, 2, 4)), f"{ep(2)} {A2A}", f"{ep(2)} {ETP1}"]
 EXCHANGES = ["", *(f"--linear-attention-exchange {how}" for how in ("relay", "gather", "heads"))]
 CHUNKED = [f"{training.GQA} {what}" for what in ("", "--qk-layernorm", *training.MASKS)]
 # By kind: its models, and further settings.

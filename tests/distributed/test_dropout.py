@@ -3,21 +3,9 @@
 
 import pytest
 
+from tests.distributed.flags import FULL, P2, SELECTIVE, SP, V2, ZERO1, ZERO3
 from tests.distributed.test_training import BLOCK, GPT, GQA, MHA, check, cp
-from tests.distributed.training_runs import (
-    FULL,
-    P2,
-    SELECTIVE,
-    SP,
-    V2,
-    ZERO1,
-    ZERO3,
-    data_of,
-    evaluated_loss,
-    make_job,
-    run_training,
-    take_steps,
-)
+from tests.distributed.training_runs import data_of, evaluated_loss, make_job, run_training, take_steps
 from tests.pairs import quick_too
 
 BOTH = "--hidden-dropout 0.1 --attention-dropout 0.1"

@@ -10,134 +10,82 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, data_of, make_job, take_steps
+from tests.distributed.flags import (
+    A2A,
+    FULL,
+    GQA,
+    HOST,
+    LLAMA,
+    P2,
+    R2,
+    RUN,
+    SELECTIVE,
+    SHAPE,
+    SP,
+    STREAM,
+    U2,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    ep,
+    fpdt,
+)
+from tests.distributed.training_runs import data_of, make_job, take_steps
 from tests.pairs import by_pairs, settings
 
 BIGGER = "--num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
-RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 64"
 STATES = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2 "
     "--linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 32"
 )
-GROUPED = "--group-query-attention --num-query-groups 2"
 
 # name: (processes, llama or gpt, flags)
 CASES = {
     "one process": (1, True, ""),
     "gpt, tied, learned positions": (1, False, "--hidden-dropout 0 --attention-dropout 0"),
     "bf16 with ZeRO 0": (2, True, "--bf16 --zero-stage 0"),
-    "recompute": (2, True, f"{RECOMPUTE} --zero-stage 1"),
-    "selective recompute": (2, True, "--recompute-granularity selective --bf16 --zero-stage 1"),
-    "Ulysses, more ranks than KV heads": (4, True, f"--ulysses-parallel-size 4 {GROUPED}"),
+    "recompute": (2, True, f"{FULL} {ZERO1}"),
+    "selective recompute": (2, True, f"{SELECTIVE} --bf16 {ZERO1}"),
+    "Ulysses, more ranks than KV heads": (4, True, f"--ulysses-parallel-size 4 {GQA}"),
     "Ring": (4, True, "--ring-parallel-size 4"),
-    "USP with DP": (8, True, "--ulysses-parallel-size 2 --ring-parallel-size 2 --zero-stage 1 --bf16"),
-    "TP with sequence parallel": (4, True, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
-    "TP x Ulysses x Ring": (
-        8,
-        False,
-        "--hidden-dropout 0 --attention-dropout 0 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--ulysses-parallel-size 2 --ring-parallel-size 2",
-    ),
-    "pipeline": (4, True, "--pipeline-model-parallel-size 2 --ring-parallel-size 2 --global-batch-size 8"),
-    "virtual pipeline": (
-        2,
-        True,
-        "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
-        "--global-batch-size 8",
-    ),
-    "ZeRO 2": (2, True, "--zero-stage 2 --bf16 --ulysses-parallel-size 2"),
-    "ZeRO 3": (4, True, f"--zero-stage 3 --ring-parallel-size 2 {RECOMPUTE}"),
-    "FPDT in host memory": (2, True,
-     f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 {GROUPED} --global-batch-size 2"),
-    "FPDT on a ring with offloaded checkpoints": (
-        4,
-        True,
-        f"--fpdt --fpdt-chunk-size 256 --ulysses-parallel-size 2 --ring-parallel-size 2 {RECOMPUTE} "
-        "--offload-checkpoints --bf16 --zero-stage 1 --global-batch-size 2",
-    ),
-    "offloaded checkpoints": (2, True, f"{RECOMPUTE} --offload-checkpoints --ffn-chunks 4 --loss-chunks 4"),
-    "latents on a Ring": (
-        4,
-        True,
-        "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
-        "--v-head-dim 16 --qk-layernorm --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2",
-    ),
-    "experts on EP": (
-        2,
-        True,
-        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --zero-stage 1 --bf16 "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-layer-freq [0,1]",
-    ),
-    "busy experts on EP": (2, True, f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
-    "experts on EP x Ulysses": (
-        4,
-        True,
-        f"{EXPERTS} --expert-model-parallel-size 4 --ulysses-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--moe-shared-expert-intermediate-size 96 --moe-router-dtype fp32",
-    ),
-    "experts on EP x Ulysses, gathered": (
-        4,
-        True,
-        f"{EXPERTS} --expert-model-parallel-size 2 --ulysses-parallel-size 2 --moe-token-dispatcher-type allgather "
-        f"{RECOMPUTE} --zero-stage 1",
-    ),
-    "experts with ZeRO 3": (
-        4,
-        True,
-        f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        f"--zero-stage 3 --bf16 {RECOMPUTE}",
-    ),
-    "experts split over TP, with biases": (
-        4,
-        False,
-        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
-        "--expert-tensor-parallel-size 2 --moe-token-dispatcher-type alltoall",
-    ),
-    "latents and experts on EP x Ring": (
-        4,
-        True,
-        f"{EXPERTS} --expert-model-parallel-size 2 --ring-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
-    ),
-    "states on Ulysses x Ring": (4, True,
-     f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --qk-layernorm --num-layers 3 --bf16"),
-    "states on TP x Ring": (
-        4,
-        True,
-        f"{STATES} --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --zero-stage 1 "
-        f"{RECOMPUTE}",
-    ),
-    "states by heads, ZeRO 3": (2, True,
-     f"{STATES} --ulysses-parallel-size 2 --linear-attention-exchange heads --zero-stage 3"),
-    "states in FPDT": (4, True,
-     f"{STATES} --ulysses-parallel-size 2 --ring-parallel-size 2 --fpdt --fpdt-chunk-size 256 --global-batch-size 2"),
-    "prediction further on TP x Ring": (
-        4,
-        True,
-        "--mtp-num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --ring-parallel-size 2 --zero-stage 1 "
-        f"--loss-chunks 2 --bf16 {GROUPED}",
-    ),
-    "prediction further on the last stage": (
-        4,
-        True,
-        f"--mtp-num-layers 1 --pipeline-model-parallel-size 2 --ulysses-parallel-size 2 --global-batch-size 8 "
-        f"{RECOMPUTE}",
-    ),
-    "prediction further with experts, ZeRO 3": (
-        2,
-        True,
-        f"{EXPERTS} --mtp-num-layers 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-        "--zero-stage 3 --bf16",
-    ),
-    "prediction further in FPDT": (2, True,
-     "--mtp-num-layers 1 --fpdt --fpdt-chunk-size 256 --ring-parallel-size 2 --global-batch-size 2"),
-    "FPDT with TP, streamed": (
-        4,
-        True,
-        "--tensor-model-parallel-size 2 --sequence-parallel --ulysses-parallel-size 2 --fpdt "
-        f"--fpdt-chunk-size 256 --fpdt-stream-hidden {RECOMPUTE} --global-batch-size 2",
-    ),
+    "USP with DP": (8, True, f"{U2} {R2} {ZERO1} --bf16"),
+    "TP with sequence parallel": (4, True, f"{SP} {ZERO1}"),
+    "TP x Ulysses x Ring": (8, False, f"--hidden-dropout 0 --attention-dropout 0 {SP} {U2} {R2}"),
+    "pipeline": (4, True, f"{P2} {R2} --global-batch-size 8"),
+    "virtual pipeline": (2, True,
+     f"--num-layers 4 {P2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8"),
+    "ZeRO 2": (2, True, f"{ZERO2} --bf16 {U2}"),
+    "ZeRO 3": (4, True, f"{ZERO3} {R2} {FULL}"),
+    "FPDT in host memory": (2, True, f"{fpdt(256)} {U2} {GQA} --global-batch-size 2"),
+    "FPDT on a ring with offloaded checkpoints": (4, True,
+     f"{fpdt(256)} {U2} {R2} {FULL} {HOST} --bf16 {ZERO1} --global-batch-size 2"),
+    "offloaded checkpoints": (2, True, f"{FULL} {HOST} --ffn-chunks 4 --loss-chunks 4"),
+    "latents on a Ring": (4, True,
+     f"--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+     f"--v-head-dim 16 --qk-layernorm {SP} {R2}"),
+    "experts on EP": (2, True,
+     f"{EXPERTS} {ep(2)} {A2A} {ZERO1} --bf16 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff "
+     f"0.01 --moe-layer-freq [0,1]"),
+    "busy experts on EP": (2, True, f"{EXPERTS} {ep(2)} {A2A}"),
+    "experts on EP x Ulysses": (4, True,
+     f"{EXPERTS} {ep(4)} {U2} {A2A} --moe-shared-expert-intermediate-size 96 --moe-router-dtype fp32"),
+    "experts on EP x Ulysses, gathered": (4, True,
+     f"{EXPERTS} {ep(2)} {U2} --moe-token-dispatcher-type allgather {FULL} {ZERO1}"),
+    "experts with ZeRO 3": (4, True, f"{EXPERTS} {ep(2)} {R2} {A2A} {ZERO3} --bf16 {FULL}"),
+    "experts split over TP, with biases": (4, False, f"{EXPERTS} {SP} {ep(2)} --expert-tensor-parallel-size 2 {A2A}"),
+    "latents and experts on EP x Ring": (4, True,
+     f"{EXPERTS} {ep(2)} {R2} {A2A} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 "
+     f"--qk-pos-emb-head-dim 8 --v-head-dim 16"),
+    "states on Ulysses x Ring": (4, True, f"{STATES} {U2} {R2} --qk-layernorm --num-layers 3 --bf16"),
+    "states on TP x Ring": (4, True, f"{STATES} {SP} {R2} {ZERO1} {FULL}"),
+    "states by heads, ZeRO 3": (2, True, f"{STATES} {U2} --linear-attention-exchange heads {ZERO3}"),
+    "states in FPDT": (4, True, f"{STATES} {U2} {R2} {fpdt(256)} --global-batch-size 2"),
+    "prediction further on TP x Ring": (4, True, f"--mtp-num-layers 2 {SP} {R2} {ZERO1} --loss-chunks 2 --bf16 {GQA}"),
+    "prediction further on the last stage": (4, True, f"--mtp-num-layers 1 {P2} {U2} --global-batch-size 8 {FULL}"),
+    "prediction further with experts, ZeRO 3": (2, True, f"{EXPERTS} --mtp-num-layers 1 {ep(2)} {A2A} {ZERO3} --bf16"),
+    "prediction further in FPDT": (2, True, f"--mtp-num-layers 1 {fpdt(256)} {R2} --global-batch-size 2"),
+    "FPDT with TP, streamed": (4, True, f"{SP} {U2} {fpdt(256, STREAM)} {FULL} --global-batch-size 2"),
 }  # fmt: skip
 
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from megatron.context_parallel.core.groups import initialize_grid
 from megatron.context_parallel.fpdt.log_probs import log_probs
+from tests.distributed.flags import P2, R2, RUN, SHAPE, T2, U2
 from tests.distributed.test_hugging_face_load import LLAMA_SIZES
-from tests.distributed.training_runs import P2, R2, RUN, SHAPE, T2, U2, data_of, evaluated_loss, make_job, refusal_of
+from tests.distributed.training_runs import data_of, evaluated_loss, make_job, refusal_of
 from tests.hugging_face import save_model
 from tests.patience import patience
 from tests.program import run_forked, run_ranks, start_forked

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.training_runs import (
+from tests.distributed.flags import (
     A2A,
     DEVICE,
+    ETP1,
     FULL,
     P2,
     SELECTIVE,
@@ -20,16 +21,18 @@ from tests.distributed.training_runs import (
     ZERO1,
     ZERO2,
     ZERO3,
-    compare_gradients,
     cp,
-    data_of,
     ep,
+    fpdt,
+)
+from tests.distributed.training_runs import (
+    compare_gradients,
+    data_of,
     evaluated_loss,
     first_gradients,
-    fpdt,
     make_job,
     take_steps,
-)  # fmt: skip
+)
 
 EXPERTS = "--num-layers 2 --num-experts 8 --moe-ffn-hidden-size 48"
 BOTH = "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.02 0.01"
@@ -53,7 +56,7 @@ ADAPTED = f"{MIXTRAL} --lora-rank 4 --lora-targets linear_qkv linear_proj --lr 1
 PACKED = f"{MIXTRAL} --attention-mask document"
 
 REPLAY = f"{FULL} --moe-enable-routing-replay"
-ONE, ETP1 = "--micro-batch-size 1", "--expert-tensor-parallel-size 1"
+ONE = "--micro-batch-size 1"
 NORMS = f"{MIXTRAL} --sandwich-norm"
 
 # (processes, model, grid)

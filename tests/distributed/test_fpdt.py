@@ -5,22 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed.flags import DEVICE, FULL, HOST, P2, SP, STREAM, T2, V2, ZERO1, fpdt
 from tests.distributed.test_training import GPT, GQA, MHA, MQA, check, cp
-from tests.distributed.training_runs import (
-    DEVICE,
-    FULL,
-    HOST,
-    P2,
-    SP,
-    STREAM,
-    T2,
-    V2,
-    ZERO1,
-    fpdt,
-    run_training,
-    run_training_with_fused_sums,
-    schedules_that_differ,
-)  # fmt: skip
+from tests.distributed.training_runs import run_training, run_training_with_fused_sums, schedules_that_differ
 from tests.pairs import also_in_full, quick_too
 
 TWO = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"

@@ -7,19 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.distributed.training_runs import (
-    FULL,
-    SP,
-    data_of,
-    evaluated_loss,
-    make_job,
-    run_training,
-    take_steps,
-    train_job,
-)
+from tests.distributed.flags import FULL, GQA, SP
+from tests.distributed.training_runs import data_of, evaluated_loss, make_job, run_training, take_steps, train_job
 from tests.pairs import also_in_full
-
-GQA = "--group-query-attention --num-query-groups 2"
 
 
 def bytes_held(flags):

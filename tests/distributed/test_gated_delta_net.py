@@ -10,18 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.training_runs import (
-    FULL,
-    P2,
-    SELECTIVE,
-    SP,
-    compare_runs,
-    cp,
-    fpdt,
-    make_job,
-    train_job,
-    wrong_by,
-)  # fmt: skip
+from tests.distributed.flags import FULL, P2, SELECTIVE, SP, cp, fpdt
+from tests.distributed.training_runs import compare_runs, make_job, train_job, wrong_by
 from tests.errors import change_last_bits
 
 SIZES = (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.training_runs import RUN, SHAPE
+from tests.distributed.flags import A2A, ETP1, P2, R2, RUN, SHAPE, T2, U2, ep
 from tests.hugging_face import save_model
 from tests.program import run_forked, run_ranks
 from tools.convert_hf import main as convert
@@ -43,6 +43,7 @@ LATENTS = {
 ROUTED = {"n_routed_experts": 8, "moe_intermediate_size": 32, "n_shared_experts": 1, "num_experts_per_tok": 4,
           "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}  # fmt: skip
 CHOICE = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "head_dim": 8}
+MAMBA = {"n_groups": 4, "eos_token_id": 2}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama, YaRN": ("llama", LLAMA | {"rope_parameters": YARN}),
@@ -53,94 +54,52 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA | {"rope_parameters": BASES}),
     "olmo3": ("olmo3", LLAMA | {"sliding_window": 12, "layer_types": GEMMA["layer_types"], "rope_parameters": BASES}),
     "gpt_neox": ("gpt_neox", LLAMA | {"rotary_pct": 0.5, "bos_token_id": 1, "eos_token_id": 2}),
-    "qwen3_next": (
-        "qwen3_next",
-        LLAMA
-        | {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 4,
-            "num_experts": 0,
-            "head_dim": 16,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-        },
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        SIZES
-        | {
-            "intermediate_size": 96,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 16,
-            "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "full_attention"]
-            + ["mlp"],
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 24,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 12,
-            "ssm_state_size": 6,
-            "n_groups": 4,
-            "eos_token_id": 2,
-        },
-    ),
-    "mamba2": (
-        "mamba2",
-        SIZES
-        | {"num_heads": 8, "head_dim": 16, "state_size": 6, "n_groups": 4, "num_hidden_layers": 4, "eos_token_id": 2}
-        | {"tie_word_embeddings": True},
-    ),
+    "qwen3_next": ("qwen3_next", LLAMA
+     | {"num_hidden_layers": 4, "num_key_value_heads": 4, "num_experts": 0, "head_dim": 16, "linear_key_head_dim": 8}
+     | {"linear_value_head_dim": 12, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+     | {"layer_types": ["linear_attention", "full_attention"] * 2}),
+    "nemotron_h": ("nemotron_h", SIZES | MAMBA
+     | {"intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+     | {"layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention", "full_attention", "mlp"]}
+     | {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 24}
+     | {"mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 6}),
+    "mamba2": ("mamba2", SIZES | MAMBA
+     | {"num_heads": 8, "head_dim": 16, "state_size": 6, "num_hidden_layers": 4, "tie_word_embeddings": True}),
     "bloom": ("bloom", SIZES | {"n_layer": 2, "n_head": 8, "eos_token_id": 2}),
     "deepseek": ("deepseek_v3", LLAMA | LATENTS),
     "deepseek, experts": ("deepseek_v3", LLAMA | LATENTS | ROUTED),
     "deepseek, chosen keys": ("deepseek_v32", LLAMA | LATENTS | ROUTED | CHOICE),
-    "glm, a choice for two layers": (
-        "glm_moe_dsa",
-        LLAMA | LATENTS | ROUTED | CHOICE | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2},
-    ),
+    "glm, a choice for two layers": ("glm_moe_dsa", LLAMA | LATENTS | ROUTED | CHOICE
+     | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2}),
     "mixtral": ("mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
+}  # fmt: skip
 WITH_CHOICE = ("deepseek, chosen keys", "glm, a choice for two layers")
 WITH_EXPERTS = ("deepseek, experts", "mixtral", "nemotron_h", *WITH_CHOICE)
 WITH_STATES = ("qwen3_next", "nemotron_h", "mamba2")
-ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 NULL = f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}"
 LENGTHS, NEW = (5, 23, 5, 37, 1), 40  # decoded tokens reach every rank of a ring of two
 GRIDS = {
     "one process": (1, ""),
-    "U 2": (2, "--ulysses-parallel-size 2"),
-    "R 2": (2, "--ring-parallel-size 2"),
+    "U 2": (2, U2),
+    "R 2": (2, R2),
     "R 3": (3, "--ring-parallel-size 3"),
     "U 4": (4, "--ulysses-parallel-size 4"),  # with two KV heads
-    "U 2 x R 2": (4, "--ulysses-parallel-size 2 --ring-parallel-size 2"),
-    "U 2 x R 2, contiguous": (
-        4,
-        "--ulysses-parallel-size 2 --ring-parallel-size 2 --context-parallel-balance contiguous",
-    ),
+    "U 2 x R 2": (4, f"{U2} {R2}"),
+    "U 2 x R 2, contiguous": (4, f"{U2} {R2} --context-parallel-balance contiguous"),
     "R 2 at once": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
-    "TP 2": (2, "--tensor-model-parallel-size 2"),
-    "TP 2 x R 2": (4, "--tensor-model-parallel-size 2 --ring-parallel-size 2"),
+    "TP 2": (2, T2),
+    "TP 2 x R 2": (4, f"{T2} {R2}"),
     "TP 4": (4, "--tensor-model-parallel-size 4"),
-    "PP 2 x U 2": (4, "--pipeline-model-parallel-size 2 --ulysses-parallel-size 2"),
+    "PP 2 x U 2": (4, f"{P2} {U2}"),
     "DP 2, two at once": (2, "--micro-batch-size 2"),
 }
 EXPERT_GRIDS = {
-    "EP 2 on U 2": (2, "--ulysses-parallel-size 2 --expert-model-parallel-size 2"),
-    "EP 2 on R 2": (2, f"--ring-parallel-size 2 --expert-model-parallel-size 2 {ALL_TO_ALL}"),
-    "EP 2 on TP 2": (
-        2,
-        "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
-    ),
-    "TP 2 x U 2, EP 2": (
-        4,
-        f"--tensor-model-parallel-size 2 --ulysses-parallel-size 2 --expert-model-parallel-size 2 {ALL_TO_ALL}",
-    ),
-    "PP 2 x U 2, EP 2": (4, f"{GRIDS['PP 2 x U 2'][1]} --expert-model-parallel-size 2"),
-    "DP 2 x U 2, EP 2": (4, "--micro-batch-size 1 --ulysses-parallel-size 2 --expert-model-parallel-size 2"),
+    "EP 2 on U 2": (2, f"{U2} {ep(2)}"),
+    "EP 2 on R 2": (2, f"{R2} {ep(2)} {A2A}"),
+    "EP 2 on TP 2": (2, f"{T2} {ETP1} {ep(2)}"),
+    "TP 2 x U 2, EP 2": (4, f"{T2} {U2} {ep(2)} {A2A}"),
+    "PP 2 x U 2, EP 2": (4, f"{P2} {U2} {ep(2)}"),
+    "DP 2 x U 2, EP 2": (4, f"--micro-batch-size 1 {U2} {ep(2)}"),
 }
 USUAL = {
     ("deepseek", "TP 2 x R 2"),

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families import END, PAGE, RESULTS, START, good, read, table
 from megatron.training.arguments.parser import parse
 from megatron.training.families import architectures
+from tests.distributed.flags import P2, R2, SP, U2, ZERO1, ZERO3, fpdt
 from tests.distributed.training_runs import make_job, train_job
 from tests.families import FAMILIES, outcome
 from tests.hugging_face import save_model
@@ -46,13 +47,12 @@ KINDS = {
 }
 GPTS = ("bloom", "gpt2", "gpt_neox")
 COMMON = "--attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 1 --vocab-size 300 --load"
-T2, P2, U2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--ulysses-parallel-size 2"
 GRIDS = {
     "one process": (1, ""),
-    "TP 2 x U 2": (4, f"{T2} {U2} --sequence-parallel"),
-    "PP 2, ZeRO 1": (2, f"{P2} --zero-stage 1"),
-    "R 2, ZeRO 3": (2, "--ring-parallel-size 2 --zero-stage 3"),
-    "TP 2, FPDT": (2, f"{T2} --sequence-parallel --fpdt --fpdt-chunk-size 32"),
+    "TP 2 x U 2": (4, f"{SP} {U2}"),
+    "PP 2, ZeRO 1": (2, f"{P2} {ZERO1}"),
+    "R 2, ZeRO 3": (2, f"{R2} {ZERO3}"),
+    "TP 2, FPDT": (2, f"{SP} {fpdt(32)}"),
 }
 CASES = [
     *(pytest.param("llama", grid, marks=pytest.mark.full if grid == "PP 2, ZeRO 1" else ()) for grid in GRIDS),

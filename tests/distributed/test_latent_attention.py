@@ -10,17 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.training_runs import (
-    P2,
-    SELECTIVE,
-    SP,
-    T2,
-    compare_runs,
-    cp,
-    fpdt,
-    make_job,
-    train_job,
-)  # fmt: skip
+from tests.distributed.flags import P2, SELECTIVE, SP, T2, cp, fpdt
+from tests.distributed.training_runs import compare_runs, make_job, train_job
 
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 TWO = "--num-layers 2 --multi-latent-attention --norm-epsilon 1e-6 --init-method-std 0.1"

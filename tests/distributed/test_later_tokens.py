@@ -9,25 +9,17 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.distributed.flags import A2A, FULL, P2, SP, ZERO2, ZERO3, cp, ep, fpdt
 from tests.distributed.training_runs import (
-    A2A,
-    FULL,
-    P2,
-    SP,
-    ZERO2,
-    ZERO3,
     compare_runs,
-    cp,
     data_of,
-    ep,
     evaluated_loss,
     first_gradients,
-    fpdt,
     make_job,
     save_job,
     take_steps,
     train_job,
-)  # fmt: skip
+)
 from tests.hugging_face import save_with_later_tokens
 
 MTP = "--num-layers 2 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3 --init-method-std 0.1 --eod-mask-loss"

@@ -15,29 +15,11 @@ from tests.distributed import test_latent_attention as latents
 from tests.distributed import test_later_tokens as later
 from tests.distributed import test_mamba2 as mamba2
 from tests.distributed import test_state_adapters as adapters
-from tests.distributed.training_runs import (
-    A2A,
-    LLAMA,
-    P2,
-    RUN,
-    SHAPE,
-    SP,
-    T2,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    cp,
-    data_of,
-    ep,
-    evaluated_loss,
-    make_job,
-    resume,
-    train_and_save,
-    wrong_by,
-)  # fmt: skip
+from tests.distributed.flags import A2A, ETP1, LLAMA, P2, RUN, SHAPE, SP, T2, ZERO1, ZERO2, ZERO3, cp, ep
+from tests.distributed.training_runs import data_of, evaluated_loss, make_job, resume, train_and_save, wrong_by
 from tests.pairs import also_in_full
 
-SENT, ETP1 = latents.SENT, experts.ETP1
+SENT = latents.SENT
 
 
 def layer_in_fp64(flags: str) -> dict[str, torch.Tensor]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.training_runs import FULL, P2, SP, compare_gradients, cp, fpdt, make_job, run_training
+from tests.distributed.flags import FULL, P2, SP, cp, fpdt
+from tests.distributed.training_runs import compare_gradients, make_job, run_training
 from tests.pairs import also_in_full
 
 GEMMA = (

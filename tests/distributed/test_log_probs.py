@@ -18,8 +18,9 @@ import megatron.context_parallel as cp
 from megatron.context_parallel.huggingface import Fpdt, parallelize
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout
 from tests.distributed import test_experts, test_gated_delta_net, test_latent_attention, test_mamba2
+from tests.distributed.flags import P2, SP, STREAM, T2, ZERO1, ZERO3, fpdt
 from tests.distributed.test_training import cp as over
-from tests.distributed.training_runs import compare_gradients, fpdt, make_job, train_job, wrong_by
+from tests.distributed.training_runs import compare_gradients, make_job, train_job, wrong_by
 from tests.errors import change_last_bits, worst
 from tests.families import LIMIT, ROUNDINGS, small_model
 from tests.hugging_face import LENGTH, Outcome, averaged, errors, take_grads, whole_batch
@@ -282,18 +283,16 @@ def test_models_of_transformers_in_float64(pool, kind, grid, settings):
 
 # ---- Models of megatron-core. If log-probabilities weigh -1, the loss is the cross entropy, also in training.
 
-T2, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
-P2, ZERO1, ZERO3 = "--pipeline-model-parallel-size 2", "--zero-stage 1", "--zero-stage 3 --loss-chunks 3"
-STREAM = fpdt(22, "--fpdt-stream-hidden")
+STREAMED, SHARDED = fpdt(22, STREAM), f"{ZERO3} --loss-chunks 3"
 DENSE = "--num-layers 2 --group-query-attention --num-query-groups 2 --eod-mask-loss"
 WINDOWS = f"{DENSE} --window-size 11,0 --window-attn-skip-freq [0,1]"
 MODELS = (WINDOWS, test_experts.MIXTRAL, test_latent_attention.MLA, test_gated_delta_net.SHORT, test_mamba2.SHORT)
 GRIDS_OF_CORE = [
     (2, T2), (2, over(2, 1)), (2, over(1, 2)), (4, over(2, 2)), (4, over(4, 1)), (4, over(1, 4, "contiguous")),
     (4, f"{SP} {over(2, 1)}"), (8, f"{SP} {over(2, 2)}"), (8, f"{T2} {P2} {over(1, 2)}"), (1, "--loss-chunks 7"),
-    (2, ZERO1), (2, "--zero-stage 2 --loss-chunks 3"), (4, f"{over(1, 2)} {ZERO3}"), (4, f"{SP} {ZERO3}"),
-    (2, f"{fpdt(22)} {ZERO3}"),
-    (2, f"{fpdt(16)} {over(2, 1)}"), (4, f"{STREAM} {over(2, 2)}"), (4, f"{SP} {fpdt(22)} {P2}"),
+    (2, ZERO1), (2, "--zero-stage 2 --loss-chunks 3"), (4, f"{over(1, 2)} {SHARDED}"), (4, f"{SP} {SHARDED}"),
+    (2, f"{fpdt(22)} {SHARDED}"),
+    (2, f"{fpdt(16)} {over(2, 1)}"), (4, f"{STREAMED} {over(2, 2)}"), (4, f"{SP} {fpdt(22)} {P2}"),
 ]  # fmt: skip
 FEW = [(2, SP), (2, over(1, 2)), (4, over(2, 2)), (4, f"{P2} {over(1, 2)}"), (2, fpdt(22)), (4, f"{SP} {over(1, 2)}")]
 
@@ -305,7 +304,7 @@ def uneven(model: str, grid: str) -> str:
 
 CORE = [
     (2, DENSE, SP),
-    (4, DENSE, f"{SP} {over(1, 2)} {STREAM}"),
+    (4, DENSE, f"{SP} {over(1, 2)} {STREAMED}"),
     (4, DENSE, f"{P2} {over(2, 1)} {ZERO1}"),
     *also_in_full(
         *((world, DENSE, grid) for world, grid in GRIDS_OF_CORE),

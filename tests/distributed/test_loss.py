@@ -17,8 +17,9 @@ from megatron.context_parallel.fpdt import chunked_loss
 from megatron.context_parallel.fpdt.chunked_ffn import even_spans
 from megatron.context_parallel.fpdt.chunked_loss import chunked_linear_cross_entropy
 from megatron.training.loss import sum_of_losses, sum_of_reports
+from tests.distributed.flags import P2, SP, STREAM, T2, ZERO1, fpdt
 from tests.distributed.test_training import check, cp
-from tests.distributed.training_runs import P2, SP, STREAM, T2, ZERO1, fpdt, resume, run_training, train_and_save
+from tests.distributed.training_runs import resume, run_training, train_and_save
 from tests.errors import worst
 from tests.pairs import also_in_full
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.distributed.flags import P2, SELECTIVE, SP, cp
 from tests.distributed.test_gated_delta_net import FPDT, run
-from tests.distributed.training_runs import P2, SELECTIVE, SP, compare_runs, cp
+from tests.distributed.training_runs import compare_runs
 
 SIZES = (
     "--is-hybrid-model --mamba-num-heads 8 --mamba-head-dim 12 --mamba-state-dim 6 --mamba-num-groups 4 "

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed import megatron_lm
+from tests.distributed.flags import P2, T2, V2
 from tests.distributed.training_runs import make_job, refusal_of, take_steps, train_and_save, train_job
 
 # The vocabulary has no padding, which Megatron-LM would count in its loss.
@@ -16,9 +17,6 @@ FLAGS = (
     "--ffn-hidden-size 48 --seq-length 32 --max-position-embeddings 32 --vocab-size 63 "
     "--make-vocab-size-divisible-by 1 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --zero-stage 0"
 )
-T2 = "--tensor-model-parallel-size 2"
-P2 = "--pipeline-model-parallel-size 2"
-V2 = "--num-virtual-stages-per-pipeline-rank 2"
 
 
 def megatron_saves(flags, folder, kind, distributed, llama=True, engine=False, core_writer=False):

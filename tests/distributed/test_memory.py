@@ -14,23 +14,10 @@ from benchmarks.memory import MODES, measure
 from megatron.training.arguments.parser import parse
 from megatron.training.arguments.validate.host_memory import check_host_memory, host_bytes
 from megatron.training.refusal import Refusal
+from tests.distributed.flags import DEVICE, FULL, HOST, LLAMA, P2, RUN, SHAPE, SP, STREAM, fpdt
 from tests.distributed.test_fpdt import TWO
 from tests.distributed.test_training import GQA, MHA, cp
-from tests.distributed.training_runs import (
-    DEVICE,
-    FULL,
-    HOST,
-    LLAMA,
-    P2,
-    RUN,
-    SHAPE,
-    SP,
-    STREAM,
-    fpdt,
-    make_job,
-    run_loop,
-    train_job,
-)
+from tests.distributed.training_runs import make_job, run_loop, train_job
 from tests.pairs import by_pairs, settings
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-layer-freq [0]+[1]*3"

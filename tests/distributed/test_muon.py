@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from megatron.training.model.updates import muon
+from tests.distributed.flags import P2, R2, SP, U2
 from tests.distributed.training_runs import make_job, refusal_of, resume, take_steps, train_and_save, train_job
 
 MUON = "--optimizer muon --num-layers 2 --group-query-attention --num-query-groups 4 --clip-grad 0.5"
 # AdamW divides rounding errors by a gradient's size where it is tiny, which is not Muon's matter.
 ALIKE = "--lr 5e-4 --adam-eps 1e-6"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
-T2, P2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
-U2, R2 = "--ulysses-parallel-size 2", "--ring-parallel-size 2"
 STEPS = 10
 
 
@@ -47,7 +46,7 @@ def largest_difference(results, losses, weights):
 @pytest.mark.parametrize(
     "world, grid, model",
     [
-        (2, T2, "--muon-nesterov"),
+        (2, SP, "--muon-nesterov"),
         (2, U2, ""),
         (2, R2, ""),
         (4, f"{U2} {R2}", "--muon-no-split-qkv"),
@@ -55,9 +54,9 @@ def largest_difference(results, losses, weights):
         (2, P2, "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 2"),
         (2, "--expert-model-parallel-size 2 --zero-stage 1", EXPERTS),
         (2, f"{R2} --fpdt --fpdt-chunk-size 16", ""),
-        (2, f"{T2} --muon-tp-mode distributed", ""),
-        (4, f"{T2} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", "--muon-nesterov"),
-        (4, f"{T2} --expert-tensor-parallel-size 2 --zero-stage 1", EXPERTS),
+        (2, f"{SP} --muon-tp-mode distributed", ""),
+        (4, f"{SP} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", "--muon-nesterov"),
+        (4, f"{SP} --expert-tensor-parallel-size 2 --zero-stage 1", EXPERTS),
         (2, "--zero-stage 3", ""),
         (8, "--tensor-model-parallel-size 4 --sequence-parallel --zero-stage 2", "--num-query-groups 2"),
         (4, f"{P2} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1", "--num-layers 4"),
@@ -71,7 +70,7 @@ def test_a_grid_trains_like_one_process(pool, shared, world, grid, model):
 
 def test_newton_schulz_on_the_part_of_a_rank_is_another_optimizer(pool, shared):
     losses, weights = on_one_process(pool, shared, "--muon-nesterov")
-    results = pool.run(trained, 2, f"--muon-nesterov {T2} --muon-tp-mode blockwise")
+    results = pool.run(trained, 2, f"--muon-nesterov {SP} --muon-tp-mode blockwise")
     assert largest_difference(results, losses, weights) > 1e-2
 
 
@@ -191,8 +190,8 @@ def test_the_update_is_muons(pool, flags):
 @pytest.mark.parametrize(
     "writers, before, readers, after",
     [
-        (2, "--zero-stage 1", 2, f"{T2} --zero-stage 0"),
-        (2, f"{T2}", 4, f"{U2} --zero-stage 1"),
+        (2, "--zero-stage 1", 2, f"{SP} --zero-stage 0"),
+        (2, f"{SP}", 4, f"{U2} --zero-stage 1"),
         (4, f"{P2} --zero-stage 1", 2, "--zero-stage 3"),
         (2, "--zero-stage 3", 1, ""),
     ],

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.schedule import LengthStageEnded
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, compare_gradients, make_job, train_job
+from tests.distributed.flags import LLAMA, RUN, SHAPE
+from tests.distributed.training_runs import compare_gradients, make_job, train_job
 
 MOCK = "--mock-data"
 GRIDS = {

@@ -35,7 +35,8 @@ from tests.distributed import test_latent_attention as latents
 from tests.distributed import test_later_tokens as later
 from tests.distributed import test_mamba2 as mamba2
 from tests.distributed import test_state_adapters as adapters
-from tests.distributed.training_runs import P2, SP, T2, U2, compare_runs, cp, ep, fpdt, make_job, train_job, wrong_by
+from tests.distributed.flags import P2, SP, T2, U2, cp, ep, fpdt
+from tests.distributed.training_runs import compare_runs, make_job, train_job, wrong_by
 
 pytestmark = pytest.mark.lab
 FINALIZE = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the package hides the module

@@ -16,13 +16,12 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.chats import CHATML, make_tokenizer, sentence
-from tests.distributed.test_sft import BASE, LENGTH, LLAMA, LORA, R2, SIZES, U2, U2R2, chat_job
+from tests.distributed.flags import LLAMA, P2, R2, SP, T2, U2
+from tests.distributed.test_sft import BASE, LENGTH, LORA, SIZES, U2R2, chat_job
 from tests.distributed.training_runs import compare_gradients, refusal_of, save_job, train_job
 from tests.pairs import also_in_full
 
 PAIRS, BATCH = 14, 4
-T2, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
-P2 = "--pipeline-model-parallel-size 2"
 
 
 def row(draw: random.Random, number: int) -> dict[str, Any]:

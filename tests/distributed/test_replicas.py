@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.features.replicas import bits
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, train_job, weights_of
+from tests.distributed.flags import LLAMA, RUN, SHAPE
+from tests.distributed.training_runs import make_job, train_job, weights_of
 
 
 def flipped(flags: str, rank: int, name: str, bit: int) -> list[str]:

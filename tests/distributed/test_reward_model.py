@@ -17,8 +17,9 @@ from megatron.training.families.architectures import FAMILIES, Described, pieces
 from megatron.training.families.llama.llama_weights import split
 from megatron.training.settings.config import ModelConfig
 from tests.chats import CHATML, make_tokenizer
-from tests.distributed.test_preferences import P2, SP, T2, as_alone, go_on, refused, row, tune
-from tests.distributed.test_sft import LENGTH, LORA, R2, SIZES, U2, U2R2
+from tests.distributed.flags import P2, R2, SP, T2, U2
+from tests.distributed.test_preferences import as_alone, go_on, refused, row, tune
+from tests.distributed.test_sft import LENGTH, LORA, SIZES, U2R2
 from tests.pairs import also_in_full
 
 PAIRS = 14

@@ -13,18 +13,11 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.spans import Span
 from megatron.context_parallel.positions.rope import LayoutRotaryEmbedding, rotary_angles
+from tests.distributed.flags import FULL, P2, SP, STREAM, T2, V2, ZERO1, fpdt
 from tests.distributed.test_training import GPT, GQA, MHA, check, cp
 from tests.distributed.training_runs import (
-    FULL,
-    P2,
-    SP,
-    STREAM,
-    T2,
-    V2,
-    ZERO1,
     data_of,
     evaluated_loss,
-    fpdt,
     make_job,
     refusal_of,
     run_training,

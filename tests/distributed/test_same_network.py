@@ -16,8 +16,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import test_architectures
+from tests.distributed.flags import RUN, SP
 from tests.distributed.test_architectures import SIZES
-from tests.distributed.training_runs import RUN, SP, data_of, save_job, train_job
+from tests.distributed.training_runs import data_of, save_job, train_job
 from tests.hugging_face import save_model
 from tools.convert_hf import main as convert
 

@@ -15,10 +15,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.chats import CHATML, make_tokenizer, write_chats
+from tests.distributed.flags import A2A, FULL, GQA, LLAMA, P2, R2, SP, T2, U2, ep, fpdt
 from tests.distributed.test_architectures import DEEPSEEK
 from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES
 from tests.distributed.training_runs import (
-    LLAMA,
     data_of,
     evaluated_loss,
     make_job,
@@ -40,7 +40,7 @@ BASE = (
     f"--num-query-groups 2 --seq-length {LENGTH} --micro-batch-size 1 --global-batch-size {SAMPLES} --train-iters 4 "
     "--lr 1e-3 --eval-iters 0 --num-workers 0 --device cpu --make-vocab-size-divisible-by 1 --no-progress --sft"
 )
-R2, U2, U2R2 = "--ring-parallel-size 2", "--ulysses-parallel-size 2", "--ulysses-parallel-size 2 --ring-parallel-size 2"
+U2R2 = f"{U2} {R2}"
 
 
 def chat_job(flags: str, llama: bool = True):
@@ -121,8 +121,8 @@ def test_packed_loss_is_that_of_each_conversation_alone(data, alone):
             (2, U2),
             (2, f"{R2} --context-parallel-balance zigzag"),
             (4, f"{R2} --micro-batch-size 2"),
-            (2, "--pipeline-model-parallel-size 2"),
-            (4, f"--tensor-model-parallel-size 2 --sequence-parallel {R2}"),
+            (2, P2),
+            (4, f"{SP} {R2}"),
             (2, f"{R2} --fpdt --fpdt-chunk-size 32"),
             (2, "--zero-stage 3 --loss-chunks 3"),
             (1, "--loss-chunks 3"),
@@ -201,14 +201,10 @@ def tune_and_save(flags: str, folder: str):
 # Adapters: grid invariance of losses and gradients, unchanged base weights, checkpoints, conversion to Hugging Face.
 
 
-GQA = "--group-query-attention --num-query-groups 2 --num-layers 2"
+TWO = f"{GQA} --num-layers 2"
 LORA = "--lora-rank 4 --lora-alpha 6"
-T2, SP, P2 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--pipeline-model-parallel-size 2"
-R2_OF_LORA, U2_OF_LORA = "--ring-parallel-size 2", "--ulysses-parallel-size 2"
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-FPDT = "--fpdt --fpdt-chunk-size 16"
+FPDT = fpdt(16)
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 48 --moe-aux-loss-coeff 0.02 --lora-targets linear_qkv linear_proj"
-EP2 = "--expert-model-parallel-size 2"
 LATENTS = (
     "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
     "--v-head-dim 16 --qk-layernorm"
@@ -224,7 +220,7 @@ def tune_lora(flags: str, steps: int = 3, llama: bool = True, zeros: bool = Fals
     def seen(name, shape, config, device):
         return torch.empty(tuple(shape)).normal_(0, 0.1, generator=weights.generator_of(name, device))
 
-    shape = "--num-layers 2" if "latent" in flags else GQA
+    shape = "--num-layers 2" if "latent" in flags else TWO
     with mock.patch.object(weights, "draw_adapter", weights.draw_adapter if zeros else seen):
         job = make_job(f"{shape} {LORA} --lr 1e-2 {flags}", llama)
     before = frozen(job)
@@ -254,35 +250,35 @@ def lora_alone(pool):
 @pytest.mark.parametrize(
     "world, model, grid, llama",
     [
-        (2, "", f"{T2} {SP}", True),
-        (4, "", f"{U2_OF_LORA} {R2_OF_LORA} --zero-stage 1 {FULL}", True),
+        (2, "", f"{SP}", True),
+        (4, "", f"{U2} {R2} --zero-stage 1 {FULL}", True),
         (4, "", f"{T2} {P2} --micro-batch-size 1", True),
-        (2, EXPERTS, f"{R2_OF_LORA} {EP2} --zero-stage 3", True),
-        (4, LATENTS, f"{T2} {R2_OF_LORA} {SENT}", True),
+        (2, EXPERTS, f"{R2} {ep(2)} --zero-stage 3", True),
+        (4, LATENTS, f"{T2} {R2} {SENT}", True),
         *also_in_full(
-            (2, "", f"--zero-stage 3 {R2_OF_LORA} --loss-chunks 3", True),
-            (2, "", f"{FPDT} --fpdt-stream-hidden {U2_OF_LORA} {FULL}", True),
+            (2, "", f"--zero-stage 3 {R2} --loss-chunks 3", True),
+            (2, "", f"{FPDT} --fpdt-stream-hidden {U2} {FULL}", True),
             (1, "", f"{FULL} --loss-chunks 2", True),
             (2, "", T2, True),
-            (2, EXPERTS, f"{U2_OF_LORA} {EP2} --moe-token-dispatcher-type alltoall {FPDT}", True),
-            (4, EXPERTS, f"{T2} {SP} {R2_OF_LORA} {EP2} --zero-stage 1 {FULL}", True),
-            (2, "", f"{T2} {SP} {FULL}", True),
+            (2, EXPERTS, f"{U2} {ep(2)} {A2A} {FPDT}", True),
+            (4, EXPERTS, f"{SP} {R2} {ep(2)} --zero-stage 1 {FULL}", True),
+            (2, "", f"{SP} {FULL}", True),
             (2, "", "--zero-stage 2 --micro-batch-size 1", True),
-            (4, "", f"--zero-stage 3 {T2} {SP} {U2_OF_LORA} {FULL} --micro-batch-size 1", True),
-            (4, "", f"{FPDT} {T2} {SP} {R2_OF_LORA}", True),
+            (4, "", f"--zero-stage 3 {SP} {U2} {FULL} --micro-batch-size 1", True),
+            (4, "", f"{FPDT} {SP} {R2}", True),
             (2, "", f"{P2} --micro-batch-size 1 {FULL}", True),
-            (2, "", f"--ffn-chunks 3 {R2_OF_LORA} --recompute-granularity selective", True),
-            (2, "--lora-targets linear_fc2 linear_qkv", f"{T2} {SP}", True),
-            (4, "--hidden-dropout 0 --attention-dropout 0", f"{T2} {SP} {P2} --micro-batch-size 1", False),
-            (4, "--group-query-attention --num-query-groups 1", f"{T2} {SP} {U2_OF_LORA}", True),
-            (2, "", f"{T2} {SP} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", True),
-            (2, LATENTS, U2_OF_LORA, True),
-            (4, LATENTS, f"{T2} {SP} {R2_OF_LORA} {SENT}", True),
-            (4, LATENTS, f"{T2} {SP} {R2_OF_LORA} {SENT} --zero-stage 3 {FULL} --micro-batch-size 1", True),
-            (4, LATENTS, f"{T2} {U2_OF_LORA} {FPDT}", True),
-            (4, LATENTS, f"{R2_OF_LORA} {P2} --micro-batch-size 1 --zero-stage 1", True),
-            (4, f"{LATENTS} {EXPERTS}", f"{T2} {SP} {U2_OF_LORA} {EP2}", True),
-            (2, f"{LATENTS} {EXPERTS}", f"{R2_OF_LORA} {EP2} {SENT}", True),
+            (2, "", f"--ffn-chunks 3 {R2} --recompute-granularity selective", True),
+            (2, "--lora-targets linear_fc2 linear_qkv", f"{SP}", True),
+            (4, "--hidden-dropout 0 --attention-dropout 0", f"{SP} {P2} --micro-batch-size 1", False),
+            (4, "--group-query-attention --num-query-groups 1", f"{SP} {U2}", True),
+            (2, "", f"{SP} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather", True),
+            (2, LATENTS, U2, True),
+            (4, LATENTS, f"{SP} {R2} {SENT}", True),
+            (4, LATENTS, f"{SP} {R2} {SENT} --zero-stage 3 {FULL} --micro-batch-size 1", True),
+            (4, LATENTS, f"{T2} {U2} {FPDT}", True),
+            (4, LATENTS, f"{R2} {P2} --micro-batch-size 1 --zero-stage 1", True),
+            (4, f"{LATENTS} {EXPERTS}", f"{SP} {U2} {ep(2)}", True),
+            (2, f"{LATENTS} {EXPERTS}", f"{R2} {ep(2)} {SENT}", True),
         ),
     ],
 )
@@ -313,7 +309,7 @@ def own_heads(flags: str):
 
 def test_a_sum_over_heads_that_is_left_out_is_noticed(pool, lora_alone):
     _, grads = lora_alone(LATENTS, True)
-    _, mine = pool.run(own_heads, 4, f"{LATENTS} {T2} {R2_OF_LORA} {SENT}", timeout=180)[0]
+    _, mine = pool.run(own_heads, 4, f"{LATENTS} {T2} {R2} {SENT}", timeout=180)[0]
     wrong = {name for name, grad in mine.items() if (grad - grads[name]).abs().max() > 1e-2 * grads[name].abs().max()}
     assert "decoder.layers.0.self_attention.linear_kv_up_proj.lora_a" in wrong
 
@@ -384,7 +380,7 @@ def test_adapters_are_merged_in_fp32():
 
 
 def test_fresh_adapters_change_nothing(pool):
-    (base,) = pool.run(go_on_alone, 1, GQA)[0]
+    (base,) = pool.run(go_on_alone, 1, TWO)[0]
     losses, grads = pool.run(tune_lora, 1, "", 1, True, True)[0]
     assert losses[0] == base
     assert all((not grad.any()) == name.endswith("lora_a") for name, grad in grads.items())
@@ -406,16 +402,16 @@ def tuned(pool, tmp_path_factory):
     """A random Llama of transformers, fine-tuned with adapters on TP 2; the next loss."""
     folder = tmp_path_factory.mktemp("lora")
     save_model(folder / "hf", "llama", LLAMA_SIZES)
-    flags = f"--group-query-attention --num-query-groups 2 --ffn-hidden-size 96 {LORA} --lr 1e-2 {COMMON}"
-    first = f"{flags} {folder / 'hf'} --finetune {T2} {SP} --zero-stage 1"
+    flags = f"{GQA} --ffn-hidden-size 96 {LORA} --lr 1e-2 {COMMON}"
+    first = f"{flags} {folder / 'hf'} --finetune {SP} --zero-stage 1"
     return flags, folder, pool.run(train_and_save, 2, first, str(folder / "tuned"), 2, 1, timeout=120)[0][1]
 
 
 @pytest.mark.parametrize(
     "world, grid",
     [
-        *also_in_full((2, f"--zero-stage 3 {R2_OF_LORA}")),
-        *also_in_full((2, f"{P2} --micro-batch-size 1"), (2, f"--zero-stage 1 {U2_OF_LORA}")),
+        *also_in_full((2, f"--zero-stage 3 {R2}")),
+        *also_in_full((2, f"{P2} --micro-batch-size 1"), (2, f"--zero-stage 1 {U2}")),
     ],
 )
 def test_a_run_continues_from_another_grid(pool, tuned, world, grid):
@@ -435,7 +431,7 @@ def test_weights_without_optimizer_are_read_under_fsdp(pool, tuned):
     for start in ("hf", "tuned"):
         begin = f"{flags} {folder / start} --finetune"
         losses += pool.run(go_on_alone, 1, begin, timeout=120)[0]
-        sharded = pool.run(go_on_alone, 2, f"{begin} --zero-stage 2 {R2_OF_LORA}", timeout=120)[0]
+        sharded = pool.run(go_on_alone, 2, f"{begin} --zero-stage 2 {R2}", timeout=120)[0]
         assert sharded == pytest.approx(losses[-1:], rel=1e-5), start
     assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
 
@@ -491,7 +487,7 @@ def test_adapters_of_a_deepseek(pool, tmp_path):
 
     save_model(tmp_path / "hf", "deepseek_v3", DEEPSEEK | {"num_hidden_layers": 4})
     flags = f"--model hf:{tmp_path / 'hf'} {LORA} --lora-targets linear_qkv linear_proj --lr 1e-2 {COMMON}"
-    grid = f"{T2} {SP} {R2_OF_LORA} {SENT}"
+    grid = f"{SP} {R2} {SENT}"
     assert main(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "base")]) == 0
     first = f"{flags} {tmp_path / 'base'} --finetune {grid}"
     _, losses = pool.run(train_and_save, 4, first, str(tmp_path / "tuned"), 2, 1, timeout=120)[0]
@@ -535,9 +531,9 @@ def assert_refused(pool, flags, expected):
 
 
 def test_weights_without_adapters_need_finetune(pool, tmp_path):
-    pool.run(train_and_save, 1, GQA, str(tmp_path), 1, 0)
+    pool.run(train_and_save, 1, TWO, str(tmp_path), 1, 0)
     assert_refused(
-        pool, f"{GQA} {LORA} --load {tmp_path}", "has no adapters: to begin --lora-rank 4 .* pass --finetune"
+        pool, f"{TWO} {LORA} --load {tmp_path}", "has no adapters: to begin --lora-rank 4 .* pass --finetune"
     )
-    losses, *_ = pool.run(go_on, 1, f"{GQA} {LORA} --load {tmp_path} --finetune", 1)[0]
+    losses, *_ = pool.run(go_on, 1, f"{TWO} {LORA} --load {tmp_path} --finetune", 1)[0]
     assert math.isfinite(losses[0])

@@ -12,25 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.distributed.flags import DEVICE, FULL, P2, RUN, SELECTIVE, SHAPE, SP, STREAM, T2, cp, fpdt
 from tests.distributed.training_runs import (
-    DEVICE,
-    FULL,
-    P2,
-    RUN,
-    SELECTIVE,
-    SHAPE,
-    SP,
-    STREAM,
-    T2,
     compare_gradients,
     compare_runs,
-    cp,
-    fpdt,
     make_job,
     train_and_save,
     train_job,
     wrong_by,
-)  # fmt: skip
+)
 from tests.pairs import also_in_full
 from tests.program import run_forked
 

@@ -13,29 +13,14 @@ import torch
 from torch import Tensor
 
 import megatron.context_parallel as layouts
+from tests.distributed.flags import DEVICE, FULL, P2, SELECTIVE, SP, STREAM, T2, V2, cp, ep, fpdt
 from tests.distributed.test_sparse_layers import DOCUMENTS, DSA, EXPERTS, PACKED, SHARED, SPARSE, UNEVEN, WARM_UP
-from tests.distributed.training_runs import (
-    DEVICE,
-    FULL,
-    P2,
-    SELECTIVE,
-    SP,
-    STREAM,
-    T2,
-    V2,
-    cp,
-    first_gradients,
-    fpdt,
-    make_job,
-    take_steps,
-    train_job,
-)
+from tests.distributed.training_runs import first_gradients, make_job, take_steps, train_job
 from tests.pairs import also_in_full
 
 WIDE = "--loss-chunks 2"  # core's own cross entropy is computed in fp32
 MIXTURE = f"{SPARSE} {EXPERTS} --moe-router-dtype fp64"
 AHEAD = f"{SPARSE} {UNEVEN} --mtp-num-layers 1"
-EP2 = "--expert-model-parallel-size 2"
 
 
 class Run(NamedTuple):
@@ -184,8 +169,8 @@ MORE = [
     (4, f"{SPARSE} --num-layers 4 {UNEVEN}", f"{P2} {V2} {cp(2, 1)}"),
     (2, SHARED, f"{cp(1, 2)} {FULL}"),
     (2, f"{DSA} {UNEVEN}", f"{cp(2, 1)} {SELECTIVE}"),
-    (2, MIXTURE, f"{cp(2, 1)} {EP2}"),
-    (4, MIXTURE, f"{cp(2, 2)} {EP2}"),
+    (2, MIXTURE, f"{cp(2, 1)} {ep(2)}"),
+    (4, MIXTURE, f"{cp(2, 2)} {ep(2)}"),
     (4, f"{SPARSE} {DOCUMENTS}", cp(1, 4, "documents")),
     (4, f"{SPARSE} {PACKED}", cp(2, 2)),
     (2, f"{WARM_UP} {UNEVEN}", cp(1, 2)),
@@ -195,7 +180,7 @@ MORE = [
     (4, f"{SPARSE} {UNEVEN}", f"{cp(1, 4)} {fpdt(24, DEVICE)}"),
     (4, f"{SPARSE} {UNEVEN}", f"{SP} {cp(1, 2)} {fpdt(24)}"),
     (4, SHARED, f"{P2} {cp(1, 2)} {fpdt(24, FULL)}"),
-    (4, MIXTURE, f"{cp(2, 2)} {EP2} {fpdt(16)}"),
+    (4, MIXTURE, f"{cp(2, 2)} {ep(2)} {fpdt(16)}"),
     (4, AHEAD, f"{SP} {cp(1, 2)}"),
     (4, AHEAD, f"{P2} {cp(1, 2)} {fpdt(24)}"),
 ]  # fmt: skip

@@ -17,21 +17,12 @@ from megatron.context_parallel import initialize_grid
 from megatron.context_parallel.huggingface import parallelize
 from tests.distributed import test_architectures as architectures
 from tests.distributed import test_mamba2, test_qwen3_next
+from tests.distributed.flags import P2, SELECTIVE, SP, T2, cp
 from tests.distributed.test_gated_delta_net import DOCUMENTS, FPDT, HYBRID
 from tests.distributed.test_hugging_face import over_ranks
 from tests.distributed.test_hugging_face_load import COMMON
 from tests.distributed.test_sft import LORA, check_peft, frozen, go_on
-from tests.distributed.training_runs import (
-    P2,
-    SELECTIVE,
-    SP,
-    T2,
-    compare_gradients,
-    cp,
-    make_job,
-    train_and_save,
-    train_job,
-)  # fmt: skip
+from tests.distributed.training_runs import compare_gradients, make_job, train_and_save, train_job
 from tests.errors import worst
 from tests.hugging_face import LENGTH, errors, on_one_process, save_model, whole_batch
 from tests.pairs import also_in_full

@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE, make_job, refusal_of, run_loop, save_job, train_job
+from tests.distributed.flags import LLAMA, RUN, SHAPE
+from tests.distributed.training_runs import make_job, refusal_of, run_loop, save_job, train_job
 from tests.errors import worst
 
 RAMP = "--rampup-seq-length 16 8 6"  # 24, 32, 40, 48, 56, 64 of 64 tokens

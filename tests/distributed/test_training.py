@@ -10,25 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed import training_runs
-from tests.distributed.training_runs import (
-    FULL,
-    P2,
-    SELECTIVE,
-    SP,
-    T2,
-    V2,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    compare_gradients,
-    make_job,
-    run_training,
-    train_job,
-)  # fmt: skip
+from tests.distributed import flags
+from tests.distributed.flags import FULL, GQA, P2, SELECTIVE, SP, T2, V2, ZERO1, ZERO2, ZERO3
+from tests.distributed.training_runs import compare_gradients, make_job, run_training, train_job
 from tests.pairs import quick_too
 
-GQA, MQA, MHA = "--group-query-attention --num-query-groups 2", "--group-query-attention --num-query-groups 1", ""
+MQA, MHA = "--group-query-attention --num-query-groups 1", ""
 P4 = "--pipeline-model-parallel-size 4"
 GPT = "--hidden-dropout 0 --attention-dropout 0"  # learned positions, LayerNorm, GELU, biases, tied embeddings
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 2"
@@ -41,7 +28,7 @@ BATCH_6 = "--micro-batch-size 1 --global-batch-size 6"
 
 
 def cp(ulysses: int, ring: int, balance: str = "zigzag") -> str:
-    return training_runs.cp(ulysses, ring, balance)
+    return flags.cp(ulysses, ring, balance)
 
 
 # (processes, model flags, grid and memory flags)

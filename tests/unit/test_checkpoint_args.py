@@ -26,7 +26,7 @@ from megatron.training.checkpoint.older_formats import _path
 from megatron.training.checkpoint.owner import COPIES, identity
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import CheckpointConfig
-from tests.distributed.training_runs import RUN, SHAPE
+from tests.distributed.flags import RUN, SHAPE
 
 
 def gpt(flags):

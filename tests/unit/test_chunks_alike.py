@@ -14,7 +14,7 @@ from megatron.simulator.dry_run.one_rank import run_rank
 from megatron.simulator.dry_run.recording.recorder import Recorder
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
-from tests.distributed.training_runs import LLAMA
+from tests.distributed.flags import LLAMA
 
 TINY = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 8 --seq-length 640 --max-position-embeddings 672 "

@@ -21,7 +21,7 @@ from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main
 from megatron.training.report.memory_picture import readable
-from tests.distributed.training_runs import LLAMA
+from tests.distributed.flags import LLAMA
 
 TINY = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "

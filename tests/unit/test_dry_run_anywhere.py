@@ -20,7 +20,7 @@ from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
 from megatron.training.pretrain import main
 from megatron.training.refusal import Refusal
-from tests.distributed.training_runs import LLAMA
+from tests.distributed.flags import LLAMA
 from tests.program import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

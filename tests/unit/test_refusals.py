@@ -17,7 +17,7 @@ from megatron.training.arguments.foreign import megatron_flags
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Gather, Refusal, Refusals, short
 from megatron.training.settings.config import Config
-from tests.distributed.training_runs import LLAMA, SHAPE
+from tests.distributed.flags import LLAMA, SHAPE
 from tests.patience import patience
 from tests.program import run_forked
 

@@ -27,7 +27,7 @@ from megatron.training.report import memory_profile, reporter
 from megatron.training.report.memory_picture import DEVICE_KINDS, KINDS
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.models import derive_shape
-from tests.distributed.training_runs import LLAMA, RUN, SHAPE
+from tests.distributed.flags import LLAMA, RUN, SHAPE
 from tests.unit.closed_forms import count_parameters
 from tests.unit.test_refusals import GOOD, MOCK
 

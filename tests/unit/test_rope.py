@@ -24,7 +24,7 @@ from megatron.decisions.division import length_unit
 from megatron.training.arguments.parser import parse
 from megatron.training.model import weights
 from megatron.training.refusal import Refusal
-from tests.distributed.training_runs import RUN, SHAPE
+from tests.distributed.flags import RUN, SHAPE
 from tests.properties import examples
 
 FAR = 2**22  # 4,194,304
