@@ -124,7 +124,7 @@ def _prepare(config: Config, runtime: Runtime, owner: Owner | None) -> Job:
     tokenizer, vocab_size = refuse_together(lambda: vocabulary(described, tokenizer, config))
     data = config.data
     of_all_ranks = data.micro_batch_size * data_parallel_size(config, dist.get_world_size())
-    batch_sizes = BatchSizes.of(data, of_all_ranks)
+    batch_sizes = BatchSizes(data, of_all_ranks)
     reset = config.checkpoint.reset_iteration
     done = checkpoint.progress_in(path, config.checkpoint) if path and not reset else Progress()
     done = in_memory.progress if in_memory else done

@@ -84,7 +84,7 @@ def built(config: Config, world_size: int) -> dict[str, Any]:
         schedule = vars(optimizer.build_schedule(groups, config))
         result |= {f"schedule.{name}": value for name, value in schedule.items() if name != "optimizer"}
     data = config.data
-    sizes = BatchSizes.of(data, data.micro_batch_size * grid.data.size)
+    sizes = BatchSizes(data, data.micro_batch_size * grid.data.size)
     iterations, samples = job.length_of_run(config, sizes)
     result |= {"iterations": iterations, "samples": samples, "micro-batches": sizes.get()}
     result |= {"evaluations": job.evaluations(config, iterations)}

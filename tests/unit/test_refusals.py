@@ -397,7 +397,7 @@ def test_length_of_run(length: str, expected: int | None, ramp: str):
     from megatron.training.job import length_of_run
 
     config = parse(f"{SHAPE} {RUN} {length} {ramp}".split(), LLAMA, 1)
-    calculator = BatchSizes.of(config.data, 1)
+    calculator = BatchSizes(config.data, 1)
     iterations, samples = length_of_run(config, calculator)
     assert samples == samples_after(config, iterations)
     if expected is not None:
@@ -418,7 +418,7 @@ def test_batch_sizes_by_steps():
     words = [*command, "--train-samples", "200", "--step-batch-size-schedule"]
     config = parse([*words, "0:2, 1K:4 0.004M:8"], LLAMA, 1)
     assert config.data.global_batch_size == 8 and config.data.seq_length == 64
-    sizes, consumed = BatchSizes.of(config.data, 2), 0
+    sizes, consumed = BatchSizes(config.data, 2), 0
     for iteration in range(40):
         assert samples_after(config, iteration) == consumed
         sizes.update(consumed, True)

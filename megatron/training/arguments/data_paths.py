@@ -54,6 +54,9 @@ def parse_split(split: str | None) -> str:
     return split
 
 
+# Settings that name the data: prefixes, files that have the prefixes, or groups.
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+FILES = ("data_args_path", "data_file_list", "per_split_data_args_path", "data_config")
 WEIGHTED = [f"{split}_weighted_split_paths{kind}" for kind in ("", "_path") for split in ("train", "valid", "test")]
 FORM = '"NAME: WEIGHT START:STOP PATH, WEIGHT START:STOP PATH"'
 NUMBER = r"(\d+\.?\d*|\.\d+)"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
-from megatron.training.arguments.data_paths import WEIGHTED
+from megatron.training.arguments.data_paths import FILES, PATHS, WEIGHTED
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal
 from megatron.training.settings.config import Config
 
@@ -41,10 +41,7 @@ def complete_dry_run(config: Config, started: int) -> Config:
     _check_imbalance(config)
     config = deepcopy(config)
     data, run = config.data, config.run
-    files = (data.data_args_path, data.data_file_list, data.per_split_data_args_path, data.data_config)
-    if not any(
-        (data.data_path, data.train_data_path, data.mock_data, *files, *(getattr(data, name) for name in WEIGHTED))
-    ):
+    if not any(getattr(data, name) for name in (*PATHS, *FILES, *WEIGHTED)):
         data.mock_data = True
     if run.train_iters is None and run.train_samples is None and run.train_tokens is None:
         run.train_iters = 1

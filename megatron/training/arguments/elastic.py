@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from megatron.training.refusal import Refusal
@@ -45,26 +46,21 @@ def read_grids(text: str) -> dict[int, Sizes]:
         Refusal: an entry cannot be read, or its grid does not divide its processes.
     """
     grids: dict[int, Sizes] = {}
+    refused = partial(Refusal, about="--elastic-grids")
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         processes, colon, words = entry.partition(":")
         parts = [PART.fullmatch(word) for word in words.lower().split()]
         names = [part[1] for part in parts if part]
         if not (colon and processes.strip().isdigit() and all(parts) and len(set(names)) == len(parts)):
-            raise Refusal(f"{entry!r} cannot be read in {HOW}", about="--elastic-grids")
+            raise refused(f"{entry!r} cannot be read in {HOW}")
         number, sizes = int(processes), Sizes(**{part[1]: int(part[2]) for part in parts})
         if number < 1 or sizes.model < 1 or number % sizes.model:
-            raise Refusal(
-                f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller",
-                about="--elastic-grids",
-            )
+            raise refused(f"{entry!r} of --elastic-grids: {sizes} does not divide {number} processes; make it smaller")
         if number in grids:
-            raise Refusal(
-                f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out",
-                about="--elastic-grids",
-            )
+            raise refused(f"{entry!r} of --elastic-grids: {number} processes have a grid already; leave one out")
         grids[number] = sizes
     if not grids:
-        raise Refusal(f"{text!r} holds no grid: {HOW}", about="--elastic-grids")
+        raise refused(f"{text!r} holds no grid: {HOW}")
     return grids
 
 

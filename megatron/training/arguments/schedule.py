@@ -96,18 +96,12 @@ def samples_after(config: Config, iterations: int) -> int:
         return _samples_by_steps(batch_steps(data), iterations)
     if data.rampup_batch_size is None:
         return iterations * data.global_batch_size
-    start, increment, over = data.rampup_batch_size
-    samples_per_increment = over / ((data.global_batch_size - start) // increment)
-    samples = 0
+    sizes, samples = BatchSizes(data, 1), 0
     for step in range(iterations):
-        if samples > over:
+        if samples > data.rampup_batch_size[2]:
             return samples + (iterations - step) * data.global_batch_size
-        grown = (
-            start + increment * int(samples / samples_per_increment)
-            if samples_per_increment
-            else data.global_batch_size
-        )
-        samples += min(grown, data.global_batch_size)
+        sizes.update(samples)
+        samples += sizes.current
     return samples
 
 
@@ -273,33 +267,16 @@ def _counted(stage: Stage, iterations: int) -> tuple[int, int]:
 
 
 class BatchSizes:
-    """The current number of micro-batches.
+    """The current number of micro-batches, by the settings of a completed configuration.
 
     Args:
-        ramp: the first batch size, its increment, and the samples after which it is ``final``; None if it is constant.
         together: samples of one micro-batch of all data-parallel ranks.
-        steps: (samples, batch size from there on), instead of ``ramp``.
     """
 
-    def __init__(
-        self, ramp: Sequence[int] | None, final: int, together: int, steps: Sequence[tuple[int, int]] = ()
-    ) -> None:
-        self.final, self.together, self.ramp, self.steps = final, together, None, steps
-        if ramp is not None:
-            first, increment, samples = ramp
-            if final < first or (final - first) % increment:
-                raise ValueError(f"from {first} to {final} in steps of {increment}")
-            steps = (final - first) // increment
-            self.ramp = (first, increment, samples, samples / steps) if steps else None
-        elif final % together:
-            raise ValueError(f"the batch size {final} is not divisible by {together}")
+    def __init__(self, data: DataConfig, together: int) -> None:
+        self.final, self.ramp, self.together = data.global_batch_size, data.rampup_batch_size, together
+        self.steps = batch_steps(data) if data.step_batch_size_schedule is not None else ()
         self.update(0)
-
-    @classmethod
-    def of(cls, data: DataConfig, together: int) -> BatchSizes:
-        """Those of the settings."""
-        steps = batch_steps(data) if data.step_batch_size_schedule is not None else ()
-        return cls(data.rampup_batch_size, data.global_batch_size, together, steps)
 
     def update(self, consumed_samples: int, *_: bool) -> None:
         """Choose the size of the step that follows so many samples."""
@@ -307,10 +284,10 @@ class BatchSizes:
         for start, size in self.steps:
             if consumed_samples >= start:
                 self.current = size
-        if self.ramp is not None:
-            first, increment, samples, each = self.ramp
-            if consumed_samples <= samples:
-                self.current = first + int(consumed_samples / each) * increment
+        if self.ramp is not None and consumed_samples <= self.ramp[2]:
+            first, increment, samples = self.ramp
+            each = samples / ((self.final - first) // increment)
+            self.current = first + int(consumed_samples / each) * increment
 
     def get(self) -> int:
         """Micro-batches per step."""

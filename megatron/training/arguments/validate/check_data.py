@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 
 from megatron.training.arguments.data_paths import (
+    FILES,
+    PATHS,
     WEIGHTED,
     check_tokenizer,
     parse_blend,
@@ -17,10 +19,6 @@ from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, nearest, refuse_c
 from megatron.training.settings.config import Config, DataConfig
 from megatron.training.settings.job_settings import GENERATED, TASKS, EvaluationConfig
 
-SOURCES = (
-    "data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "data_args_path",
-    "data_file_list", "per_split_data_args_path", "data_config", *WEIGHTED,
-)  # fmt: skip
 REFERENCE_FREE = ("orpo", "simpo")  # as in context_parallel/losses.py, which needs torch
 
 
@@ -36,16 +34,12 @@ def complete_data(config: Config) -> None:
         raise Refusal(
             "--split", f"divides --data-path; with --{weighted[0].replace('_', '-')}, leave it out", LEAVE_OUT
         )
-    files = [
-        name
-        for name in ("data_args_path", "data_file_list", "per_split_data_args_path", "data_config")
-        if getattr(data, name)
-    ]
+    files = [name for name in FILES if getattr(data, name)]
     if sum((bool(data.data_path), splits, data.mock_data, bool(weighted), *(True for _ in files))) != 1:
         raise Refusal(
             "give the data once: --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
             "or --train-weighted-split-paths and the like, or a file with one of them, or --mock-data",
-            about=" ".join("--" + name.replace("_", "-") for name in SOURCES),
+            about=" ".join("--" + name.replace("_", "-") for name in ("mock_data", *PATHS, *FILES, *WEIGHTED)),
         )
     splits = splits or bool(data.per_split_data_args_path)
     _check_fim(data)
@@ -55,7 +49,7 @@ def complete_data(config: Config) -> None:
     if data.split is not None:
         data.split = data.split.strip("'\" ")  # published launch scripts pass the quotes on
         parse_split(data.split)
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    for name in PATHS:
         if (words := getattr(data, name)) is not None:
             parse_blend(words, f"--{name.replace('_', '-')}")
     if data.tokenizer_type is None and data.vocab_file and data.merge_file:

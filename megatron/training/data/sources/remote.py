@@ -6,11 +6,12 @@ from __future__ import annotations
 import glob
 import io
 import os
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import IO, Any, TypeVar
 
 from megatron.training.refusal import Refusal, one_line
 
+T = TypeVar("T")
 BLOCK = 1 << 23  # bytes of a request
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs"}
 
@@ -34,7 +35,7 @@ def _file_system(path: str) -> tuple[Any, str]:
         raise Refusal(f"{path}: {one_line(error, 200)}") from None
 
 
-def _reading(path: str, action: Any) -> Any:
+def _reading(action: Callable[[], T]) -> T:
     """Call ``action``; the libraries of object storage raise errors of many kinds, which become an OSError."""
     try:
         return action()
@@ -44,12 +45,17 @@ def _reading(path: str, action: Any) -> Any:
         raise OSError(one_line(error, 200)) from error
 
 
+def _asked(path: str, method: str, **options: Any) -> Any:
+    """What a method of its file system answers about a URL."""
+    system, inner = _file_system(path)
+    return _reading(lambda: getattr(system, method)(inner, **options))
+
+
 class RemoteFile(io.RawIOBase):
     """A remote file whose errors are OSErrors."""
 
     def __init__(self, path: str) -> None:
-        system, inner = _file_system(path)
-        self.path, self.file = path, _reading(path, lambda: system.open(inner, "rb", block_size=BLOCK))
+        self.file = _asked(path, "open", mode="rb", block_size=BLOCK)
 
     def readable(self) -> bool:
         return True
@@ -58,12 +64,12 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        part = _reading(self.path, lambda: self.file.read(len(buffer)))
+        part = _reading(lambda: self.file.read(len(buffer)))
         buffer[: len(part)] = part
         return len(part)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return _reading(self.path, lambda: self.file.seek(offset, whence))
+        return _reading(lambda: self.file.seek(offset, whence))
 
     def tell(self) -> int:
         return self.file.tell()
@@ -81,10 +87,7 @@ def open_input(path: str) -> IO[bytes]:
 
 def size_of(path: str) -> int:
     """Bytes of a file; 0 for a pipe."""
-    if not is_remote(path):
-        return os.path.getsize(path)
-    system, inner = _file_system(path)
-    return int(_reading(path, lambda: system.size(inner)) or 0)
+    return int(_asked(path, "size") or 0) if is_remote(path) else os.path.getsize(path)
 
 
 VERSIONS = ("ETag", "etag", "Content-MD5", "Digest", "xet_hash", "blob_id", "LastModified", "last_modified", "mtime",
@@ -96,9 +99,8 @@ def properties(path: str) -> tuple[int, Any]:
     if not is_remote(path):
         found = os.stat(path)
         return found.st_size, found.st_mtime_ns
-    system, inner = _file_system(path)
-    _reading(path, system.invalidate_cache)
-    info = _reading(path, lambda: system.info(inner))
+    _reading(_file_system(path)[0].invalidate_cache)
+    info = _asked(path, "info")
     return int(info["size"]), next((str(info[name]) for name in VERSIONS if info.get(name)), "")
 
 
@@ -106,26 +108,18 @@ def read_ranges(path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes | OS
     """Bytes begin to end of a remote file for each range, by requests at the same time; an error in its place."""
     system, inner = _file_system(path)
     begins, ends = map(list, zip(*ranges))  # fsspec (spec.py, cat_ranges) takes other sequences for one number
-    found = _reading(path, lambda: system.cat_ranges([inner] * len(ranges), begins, ends, on_error="return"))
-    return [
-        part if isinstance(part, bytes | OSError) else OSError(one_line(part, 200)) for part in found
-    ]  # fmt: skip
+    found = _reading(lambda: system.cat_ranges([inner] * len(ranges), begins, ends, on_error="return"))
+    return [part if isinstance(part, bytes | OSError) else OSError(one_line(part, 200)) for part in found]
 
 
 def is_folder(path: str) -> bool:
     """Whether a path is a local or a remote folder."""
-    if not is_remote(path):
-        return os.path.isdir(path)
-    system, inner = _file_system(path)
-    return bool(_reading(path, lambda: system.isdir(inner)))
+    return bool(_asked(path, "isdir")) if is_remote(path) else os.path.isdir(path)
 
 
 def exists(path: str) -> bool:
     """Whether a path is a local or a remote file or folder."""
-    if not is_remote(path):
-        return os.path.exists(path)
-    system, inner = _file_system(path)
-    return bool(_reading(path, lambda: system.exists(inner)))
+    return bool(_asked(path, "exists")) if is_remote(path) else os.path.exists(path)
 
 
 def matches(pattern: str) -> list[str]:
@@ -135,5 +129,5 @@ def matches(pattern: str) -> list[str]:
     system, inner = _file_system(pattern)
     if not any(char in inner for char in "*?["):
         return []
-    found = _reading(pattern, lambda: system.glob(inner, detail=True))
+    found = _asked(pattern, "glob", detail=True)
     return [system.unstrip_protocol(name) for name, entry in sorted(found.items()) if entry.get("type") == "file"]
