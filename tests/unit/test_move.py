@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,11 +105,11 @@ def test_a_script_is_moved_and_is_accepted(folder: Path, capsys: pytest.CaptureF
 
 
 def test_the_short_runs_folders_are_left_to_the_user():
-    _, positions = move.positions_at(parse("--model llama3-8b --seq-length 8192".split()), 8192, 32768, "yarn")
-    said = move.checkpoints([["--save", "new"], ["--load", "old"], ["--lr", "1"]], positions)
-    assert len(said) == 1 and said[0].startswith("--save new --load old: these are the short run's.")
-    assert "--load out --finetune and a new --save" in move.checkpoints([["--save", "out"]], positions)[0]
-    assert not move.checkpoints([["--save", "out"]], "Rotary positions stay as they are")
+    def said(flags: str) -> list[str]:
+        return move.short_runs_folders(SimpleNamespace(launch=SimpleNamespace(flags=flags.split())))
+
+    assert said("--save new --load old --lr 1")[0].startswith("--save new --load old: these are the short run's.")
+    assert "--load out --finetune and a new --save" in said("--save out")[0] and not said("--lr 1")
 
 
 def test_a_missing_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -132,8 +133,9 @@ def test_a_missing_file_is_named(folder: Path, capsys: pytest.CaptureFixture[str
 def test_positions_reach_the_length(flags: str, rope: str, expected: dict[str, list[str]]):
     sizes = "" if "--model" in flags else "--hidden-size 64 --num-attention-heads 1 --max-position-embeddings 8192 "
     config = parse(f"{sizes}{flags} --seq-length 8192".split()[0 if "--model" not in flags else 0 :])
-    changes, words = move.positions_at(config, 8192, 131072, rope)
-    assert expected.items() <= changes.items() and words
+    positions = move.positions_at(config, 131072, rope)
+    changes = positions.changes
+    assert expected.items() <= changes.items() and positions.stretched == bool(expected)
     assert changes["--seq-length"] == changes["--max-position-embeddings"] == ["131072"]
     rotary = [flag for flag in changes if "yarn" in flag or "rot" in flag or "type" in flag]
     assert bool(rotary) == bool(expected)
@@ -142,7 +144,7 @@ def test_positions_reach_the_length(flags: str, rope: str, expected: dict[str, l
 def test_a_script_whose_model_knows_the_length_is_told_of_rope_keep():
     words = "--hidden-size 64 --num-attention-heads 1 --max-position-embeddings 40960 --position-embedding-type rope"
     config = parse(f"{words} --seq-length 4096".split())
-    said = {length: move.positions_at(config, 4096, length, "yarn")[1] for length in (32768, 65536)}
+    said = {length: move.positions_at(config, length, "yarn").words for length in (32768, 65536)}
     assert "knows 40,960 positions, as the script says: --rope keep" in said[32768]
     assert "as the script says" not in said[65536]
 
