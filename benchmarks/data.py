@@ -24,8 +24,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.data.datasets import LocalBuilder, LocalConfig, TokenDataset
+from megatron.training.data.datasets import LocalBuilder
 from megatron.training.data.read_tokens import first_outside
+from megatron.training.data.samples.token_dataset import LocalConfig, TokenDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.settings.config import DataConfig
 

@@ -25,9 +25,9 @@ from torch.utils.data import Dataset
 from megatron.training.data import row_files, text_files
 from megatron.training.data.batches import KEYS, micro_batches, shard_batch, take_waited
 from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
-from megatron.training.data.datasets import MockDataset
 from megatron.training.data.encoding import Settings, encode
 from megatron.training.data.row_files import array_rows
+from megatron.training.data.samples.mock_data import MockDataset
 from megatron.training.data.sources import columnar
 from megatron.training.data.text_files import Reader, unit_of
 from megatron.training.data.tokenizer import build_tokenizer

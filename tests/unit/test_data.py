@@ -17,8 +17,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.training.data.datasets import MockDataset, build_datasets
+from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets, parse_blends
+from megatron.training.data.samples.mock_data import MockDataset
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.ownership.atomic import atomic_files, atomic_folder
 from megatron.training.refusal import Refusal

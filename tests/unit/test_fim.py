@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.parser import parse
-from megatron.training.data.datasets import Fim, build_datasets, fill_in, fim_of, generator
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.samples.fill_in_middle import Fim, fill_in, fim_of
 from megatron.training.data.tokenizer import END_OF_TEXT, Tokenizer, build_tokenizer
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, DataConfig
@@ -25,13 +26,17 @@ LETTERS = Tokenizer(
 )
 
 
+def generator(number: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([1, number])))
+
+
 def settings(rate: float = 1.0, spm_rate: float = 0.0, split: bool = False, **more: object) -> Fim:
     ids = SPECIAL if split else {name: id for name, id in SPECIAL.items() if name != "split"}
     return Fim(LETTERS, rate, spm_rate, **ids, **more)
 
 
 def filled(text: str, number: int = 0, **options: object) -> str:
-    result = fill_in(np.array([ord(c) for c in text]), settings(**options), generator(1, number))
+    result = fill_in(np.array([ord(c) for c in text]), settings(**options), generator(number))
     return LETTERS.detokenize(result)
 
 
@@ -61,7 +66,7 @@ def test_every_document_is_kept_in_a_shuffled_order(texts: list[str], number: in
 
 def test_the_order_of_the_parts():
     """As in Megatron-LM: prefix, suffix, middle; or suffix, then prefix and middle as one part."""
-    draw = generator(1, 5)
+    draw = generator(5)
     draw.random()
     first, second = sorted(draw.integers(0, 9, 2))
     text = "abcdefgh"

@@ -200,7 +200,7 @@ def configure(**data) -> Config:
 def test_samples_of_a_plan(tmp_path, kind, caplog):
     texts = write(tmp_path / "a")
     config = configure(data_path=[str(tmp_path / "a")], split="8,2,0", packing=kind, packing_window=8)
-    with caplog.at_level("INFO", "megatron.training.data.datasets"):
+    with caplog.at_level("INFO", "megatron.training.data.samples.token_dataset"):
         train, valid, _ = build_datasets(config, NULL, (200, 5, 0))
     assert len(train) >= 200 and len(valid) >= 5 and f"train, --packing {kind}: " in caplog.text
     whole = {tuple(text.tolist()) for text in texts if len(text) <= 33}
