@@ -31,13 +31,13 @@ from unittest.mock import patch
 
 from megatron.training.arguments import validate
 from megatron.training.arguments.parser import parse
-from megatron.training.refusal import Refusal, Refusals, Unreadable, reason, some
+from megatron.training.refusal import Refusal, Refusals, Unreadable, refusing, some
 from megatron.training.settings.config import Config
 from megatron.training.settings.models import LLAMA_DEFAULTS
 from tools.launch_command import Launch, grid, launch, slurm
 from tools.launch_confined import why_not
 from tools.launch_script import SECONDS, Record, record
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 EXIT_NOTHING, EXIT_REFUSED = 1, 2
 MISSING = re.compile(  # of bash, cat, sed and others
@@ -47,19 +47,14 @@ PLACEHOLDER = re.compile(r"<[A-Za-z][\w ,/-]*>")
 SILENT = ("cd", "mkdir", "tee", "source", "export", "bash", "sh", "sbatch")  # calls that are not reported
 
 
+@in_one_line(Refusal)
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     script = Path(args.script)
     if not script.is_file():
-        print(f"error: {script} is not a file", file=sys.stderr)
-        return EXIT_REFUSED
-    try:
+        raise Refusal(f"{script} is not a file")
+    with refusing(script, OSError):
         return check(script, args)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {script}: {reason(error)}", file=sys.stderr)
-    return EXIT_REFUSED
 
 
 def check(script: Path, args: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ with both.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -24,10 +23,11 @@ from rich.table import Table
 from megatron.system.whole_file import replace_file
 from tools import trace_alignment as traces
 from tools.merged_trace import merged
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 from tools.profiled_trace import measured
 
 
+@in_one_line(traces.NoTrace, OSError)
 def main(argv: list[str] | None = None) -> int:
     parser = OptionParser(__doc__)
     parser.add_argument("predicted", type=Path, help="trace of a dry run (next to its --dry-run-json)")
@@ -41,16 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     ranks = options.ranks or [int(name[1]) if name else number for number, name in enumerate(named)]
     if len(ranks) != len(options.measured):
         parser.error(f"--ranks names {len(ranks)} ranks for {len(options.measured)} files: give one for each")
-    try:
-        return _run(options, ranks)
-    except traces.NoTrace as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-    return 2
-
-
-def _run(options: argparse.Namespace, ranks: list[int]) -> int:
     dry = traces.read(options.predicted)
     if not traces.is_predicted(dry):
         raise traces.NoTrace(f"{options.predicted}: is not a dry run's trace: give that one first")

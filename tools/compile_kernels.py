@@ -31,12 +31,13 @@ from typing import TYPE_CHECKING, Any
 from megatron.system.processes import cores, end_with_parent
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 if TYPE_CHECKING:  # it imports torch, for which --help does not wait
     from megatron.simulator.dry_run.recording.triton_launches import Wanted
 
 
+@in_one_line(Refusal)
 def main(argv: list[str] | None = None) -> int:
     parser = OptionParser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of GPUs of the run (default 1)")
@@ -47,11 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.environ.pop("TRITON_INTERPRET", None)
     begin = time.monotonic()
-    try:
-        kernels, capability = wanted(options.flags, options.gpus)
-    except Refusal as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    kernels, capability = wanted(options.flags, options.gpus)
     failed = 0
     if kernels:
         with ProcessPoolExecutor(min(options.processes, len(kernels)), get_context("spawn"), end_with_parent) as pool:

@@ -17,6 +17,7 @@ from megatron.training.data.read_tokens import DataError
 from megatron.training.refusal import Refusal, one_line, printable
 from megatron.training.settings.config import DataConfig
 from megatron.training.settings.flag import reader_of
+from tools.option_parser import in_one_line
 
 TOKENIZER_FIELDS = [
     field
@@ -50,14 +51,12 @@ def timed(write: Callable[[Callable[[int], Callable[[], Any]]], list[str]]) -> l
     return [f"{lines[0]}; {time.monotonic() - begin:.1f} s", *lines[1:]]
 
 
+@in_one_line(Refusal)
 def run(convert: Callable[[list[str] | None], list[str]], argv: list[str] | None) -> int:
     """Print the lines that ``convert(argv)`` returns, or its error; returns the exit code."""
     warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     try:
         print("\n".join(convert(argv)))
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("error: interrupted, nothing was written", file=sys.stderr)
         return 130

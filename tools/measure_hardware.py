@@ -30,11 +30,12 @@ from datetime import timedelta
 from megatron.system.srun import check_ranks
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 RESERVED = 64 * 1024  # bytes written at the start, so that a full disk is noticed before measuring
 
 
+@in_one_line(Refusal)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.nccl_tests:
@@ -49,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_ranks(os.environ)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise Refusal(str(error)) from None
     rank = int(os.environ.get("RANK", "0"))
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     try:
@@ -75,9 +75,6 @@ def main(argv: list[str] | None = None) -> int:
             file.write(json.dumps(raw, indent=2) + "\n")
             file.truncate()
         hardware.print_result(args.output, busy)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -8,7 +8,6 @@ python tools/memory.py --params 7B --papers
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -26,9 +25,10 @@ from megatron.simulator.planner import memory_table as tables
 from megatron.system.whole_file import replace_file
 from megatron.training.refusal import Refusal, refusing
 from megatron.training.untrusted.largest_numbers import MOST_RANKS
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 
+@in_one_line(Refusal, OSError)
 def main(argv: list[str] | None = None) -> int:
     parser = OptionParser(__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
@@ -45,14 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--output", type=Path, metavar="PNG", help="write a picture")
     options = parser.parse_args(argv)
-    try:
-        return _run(options)
-    except (Refusal, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 2
-
-
-def _run(options: argparse.Namespace) -> int:
     if min(options.gpus, options.tensor, options.pipeline) < 1:
         raise Refusal("--gpus, --tensor and --pipeline must be at least 1")
     if options.gpus > MOST_RANKS:

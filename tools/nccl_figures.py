@@ -17,38 +17,36 @@ from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
+from tools.option_parser import in_one_line
 
 
+@in_one_line(Refusal)
 def import_logs(args: argparse.Namespace) -> int:
     """Write the machine file, and print its predictions next to the measured times; returns the exit code.
 
     If --output is also the file of --extends, its other figures are kept.
     """
     output = Path(args.output)
+    machine, base = _base(args.extends)
     try:
-        machine, base = _base(args.extends)
-        try:
-            runs = [run for given in args.nccl_tests for run in read_runs(*_file(given))]
-            new = fields(runs, machine)
-        except Refusal as refusal:
-            raise Refusal(f"--nccl-tests {refusal}") from None
-        new["sources"] = _sources(new, [_file(given)[0] for given in args.nccl_tests])
-        if base.resolve() == output.resolve():
-            raw = read_fields(base)
-            if (old := raw.get("sources", {}).get("collectives")) and "collectives" in new:  # name both sources
-                new["sources"]["collectives"] = f"{old}; {new['sources']['collectives']}"
-            raw = merge(raw, new)
-        else:
-            if base.parent != MACHINES and base.resolve().parent != output.resolve().parent:
-                raise Refusal(f"--extends {args.extends}: it must be in the same folder as --output {output}")
-            extends = args.extends if base.parent == MACHINES else base.name
-            raw = {"extends": extends, "name": output.stem} | new
-        after = machine_of(output, raw)  # before anything is written
-        with atomic_files([args.output], args.overwrite) as (name,):
-            Path(name).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        runs = [run for given in args.nccl_tests for run in read_runs(*_file(given))]
+        new = fields(runs, machine)
     except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
+        raise Refusal(f"--nccl-tests {refusal}") from None
+    new["sources"] = _sources(new, [_file(given)[0] for given in args.nccl_tests])
+    if base.resolve() == output.resolve():
+        raw = read_fields(base)
+        if (old := raw.get("sources", {}).get("collectives")) and "collectives" in new:  # name both sources
+            new["sources"]["collectives"] = f"{old}; {new['sources']['collectives']}"
+        raw = merge(raw, new)
+    else:
+        if base.parent != MACHINES and base.resolve().parent != output.resolve().parent:
+            raise Refusal(f"--extends {args.extends}: it must be in the same folder as --output {output}")
+        extends = args.extends if base.parent == MACHINES else base.name
+        raw = {"extends": extends, "name": output.stem} | new
+    after = machine_of(output, raw)  # before anything is written
+    with atomic_files([args.output], args.overwrite) as (name,):
+        Path(name).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     show(runs, machine, after)
     print(f"written: {args.output}; use it as --gpu {args.output}")
     return 0

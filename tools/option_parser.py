@@ -5,10 +5,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NoReturn
 
 from megatron.training.refusal import Refusal, nearest, printable
+
+
+def in_one_line(*errors: type[Exception]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Decorates a main function: errors of these kinds end it with one line on standard error, and exit code 2."""
+
+    def decorated(main: Callable[..., int]) -> Callable[..., int]:
+        @wraps(main)
+        def program(*args: Any, **options: Any) -> int:
+            try:
+                return main(*args, **options)
+            except errors as error:
+                of_file = isinstance(error, OSError) and error.filename
+                print(f"error: {f'{of_file}: {error.strerror}' if of_file else error}", file=sys.stderr)
+                return 2
+
+        return program
+
+    return decorated
 
 
 class OptionParser(argparse.ArgumentParser):

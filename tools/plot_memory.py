@@ -18,9 +18,10 @@ import tools.interrupts  # noqa: F401
 from pathlib import Path
 
 from megatron.training.report.memory_picture import draw, peak_of, read, readable
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 
+@in_one_line(OSError, ValueError)
 def main(argv: list[str] | None = None) -> int:
     parser = OptionParser(__doc__)
     parser.add_argument("file", nargs="*", type=Path, metavar="FILE", help="files of --profile-memory")
@@ -30,18 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="PNG", help="default: the first file's name with .png")
     options = parser.parse_args(argv)
     files = [*options.file, *options.files]
-    try:
-        if not files:
-            raise ValueError("give at least one file of --profile-memory")
-        profiles = [read(path) for path in files]
-        titles = options.titles or [f"step {profile['iteration']}, rank {profile['rank']}" for profile in profiles]
-        if len(titles) != len(files):
-            raise ValueError(f"{len(titles)} --titles for {len(files)} files: give one for each")
-        output = options.output or files[0].with_suffix(".png")
-        draw(profiles, titles, output, options.by)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not files:
+        raise ValueError("give at least one file of --profile-memory")
+    profiles = [read(path) for path in files]
+    titles = options.titles or [f"step {profile['iteration']}, rank {profile['rank']}" for profile in profiles]
+    if len(titles) != len(files):
+        raise ValueError(f"{len(titles)} --titles for {len(files)} files: give one for each")
+    output = options.output or files[0].with_suffix(".png")
+    draw(profiles, titles, output, options.by)
     for title, profile in zip(titles, profiles):
         most, kinds = peak_of(profile)
         print(f"{title}: at most {readable(most)}: {', '.join(f'{k} {readable(size)}' for k, size in kinds.items())}")

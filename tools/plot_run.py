@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.system.whole_file import save_figure
 from megatron.training.json_file import parse_json, read_bytes
 from megatron.training.refusal import printable
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 Row = dict[str, Any]
 MOST_BYTES, LARGEST = 1 << 29, 1e18  # limits of a log's size, and of a number in it
@@ -190,6 +190,7 @@ def summary(training: list[Row]) -> list[tuple[str, str]]:
     ]
 
 
+@in_one_line(OSError, ValueError)
 def main(argv: list[str] | None = None) -> int:
     parser = OptionParser(__doc__)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="--log-jsonl files")
@@ -198,18 +199,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--experts", type=Path, metavar="PNG", help="picture of the first log's load of experts")
     parser.add_argument("--fell-by", type=float, help="fail unless every loss fell by this many nats")
     options = parser.parse_args(argv)
-    try:
-        output = options.output or options.logs[0].with_name("loss.png")
-        names = ["loss" if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
-        logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
-        output.parent.mkdir(parents=True, exist_ok=True)
-        draw(logs, output, options.resumed)
-        if options.experts:
-            options.experts.parent.mkdir(parents=True, exist_ok=True)
-            draw_experts(logs[names[0]], options.experts)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    output = options.output or options.logs[0].with_name("loss.png")
+    names = ["loss" if len(options.logs) == 1 else str(path.with_suffix("")) for path in options.logs]
+    logs = {name: read_rows(path) for name, path in zip(names, options.logs)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draw(logs, output, options.resumed)
+    if options.experts:
+        options.experts.parent.mkdir(parents=True, exist_ok=True)
+        draw_experts(logs[names[0]], options.experts)
 
     from rich.console import Console
     from rich.table import Table

@@ -34,7 +34,7 @@ from megatron.training.arguments.validate.check_model import complete_attention
 from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config
 from megatron.training.settings.flag import reader_of
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 if TYPE_CHECKING:  # modules that need torch are imported late, so that --help is fast
     from megatron.context_parallel.layout.masks import Mask
@@ -57,32 +57,29 @@ def figure_size(show: str, ulysses: int, ring: int, columns: int) -> tuple[float
     return 5.4 * columns, 7.2 + 0.17 * ring
 
 
+@in_one_line(OSError, ValueError)
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
-    try:
-        if min(options.ulysses, options.ring) < 1:
-            raise ValueError("--ulysses and --ring must be at least 1")
-        if options.seq_length is not None and options.seq_length < 1:
-            raise ValueError(f"--seq-length {options.seq_length} must be at least 1")
-        if options.output.is_dir():
-            raise ValueError(f"--output {options.output} is a folder: name a file in it")
-        _check_used(parser, options)
-        length = options.seq_length or 16 * length_unit(options.ulysses, options.ring, "zigzag")
-        from tools import layout_drawing, tile_drawing
+    if min(options.ulysses, options.ring) < 1:
+        raise ValueError("--ulysses and --ring must be at least 1")
+    if options.seq_length is not None and options.seq_length < 1:
+        raise ValueError(f"--seq-length {options.seq_length} must be at least 1")
+    if options.output.is_dir():
+        raise ValueError(f"--output {options.output} is a folder: name a file in it")
+    _check_used(parser, options)
+    length = options.seq_length or 16 * length_unit(options.ulysses, options.ring, "zigzag")
+    from tools import layout_drawing, tile_drawing
 
-        pictures = {"layout": layout_drawing.draw_layout, "tiles": tile_drawing.draw_tiles}
-        pictures |= {"ring": layout_drawing.draw_ring, "maps": layout_drawing.draw_maps}
-        if options.show == "gallery":
-            length = options.seq_length or 64 * options.ring
-            _save(options, 1, lambda figure: tile_drawing.draw_gallery(figure, options.ring, length))
-        else:
-            mask, ends = mask_of(options, length)
-            layouts = layouts_of(options, length, ends)
-            _save(options, len(layouts), lambda figure: pictures[options.show](figure, layouts, mask))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    pictures = {"layout": layout_drawing.draw_layout, "tiles": tile_drawing.draw_tiles}
+    pictures |= {"ring": layout_drawing.draw_ring, "maps": layout_drawing.draw_maps}
+    if options.show == "gallery":
+        length = options.seq_length or 64 * options.ring
+        _save(options, 1, lambda figure: tile_drawing.draw_gallery(figure, options.ring, length))
+    else:
+        mask, ends = mask_of(options, length)
+        layouts = layouts_of(options, length, ends)
+        _save(options, len(layouts), lambda figure: pictures[options.show](figure, layouts, mask))
     print(f"{options.output}: {options.show} of {length} tokens on Ulysses {options.ulysses} x Ring {options.ring}")
     return 0
 

@@ -23,11 +23,12 @@ from rich.table import Table
 from megatron.system.whole_file import replace_file
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from tools.option_parser import OptionParser
+from tools.option_parser import OptionParser, in_one_line
 
 PHASES = ("forward", "backward")
 
 
+@in_one_line(Refusal, OSError)
 def main(argv: list[str] | None = None) -> int:
     parser = OptionParser(__doc__)
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="size of the simulated cluster (default 1)")
@@ -38,13 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         "flags", nargs="+", metavar="-- FLAG", help="flags of pretrain_llama.py; --gpu is A100-80G by default"
     )
     options = parser.parse_args(argv)
-    try:
-        sizes = counted(options)
-        if options.json:
-            replace_file(options.json, json.dumps(sizes, indent=1) + "\n")
-    except (Refusal, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    sizes = counted(options)
+    if options.json:
+        replace_file(options.json, json.dumps(sizes, indent=1) + "\n")
     Console(width=None if sys.stdout.isatty() else 100).print(table(sizes))
     return 0
 

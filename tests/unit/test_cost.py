@@ -282,10 +282,13 @@ def test_the_dry_runs_option_is_read_and_refused(monkeypatch):
         with pytest.raises(InterruptedError):
             command.simulate(parse(f"{base} --dry-run --gpu A100-80G {more}".split(), world_size=1))
         assert asked["jitter"] == wanted
-    for more, word in (("", "without --dry-run"), ("--dry-run", "--gpu NAME"), ("--dry-run --gpu A100-80G", "below 1")):
-        share = "1.5" if word == "below 1" else "0.02"
+    for more, word in (
+        ("0.02", "without --dry-run"),
+        ("0.02 --dry-run", "without --gpu"),
+        ("1.5 --dry-run --gpu A100-80G", "1.5 must be from 0 up to, not including, 1"),
+    ):
         with pytest.raises(Refusal, match=word):
-            parse(f"{base} {more} --dry-run-jitter {share}".split(), world_size=1)
+            parse(f"{base} --dry-run-jitter {more}".split(), world_size=1)
 
 
 def test_the_planner_prints_mean_and_percentile(capsys):
