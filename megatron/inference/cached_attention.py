@@ -12,9 +12,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.mixers.latent_attention import LatentAttention
-from megatron.context_parallel.core.mixers.sparse_attention import SparseAttention
+from megatron.context_parallel.core.mixers.sparse_attention import SparseLatentAttention
+from megatron.context_parallel.core.mixers.state_mixer import StateMixer
 from megatron.context_parallel.core.spec import ContextParallelAttention
 from megatron.context_parallel.positions.rope import rotary_angles
+from megatron.inference.cached_choice import CachedChoice
+from megatron.inference.cached_state import CachedState
 from megatron.inference.kv_cache import CachePlan, LatentCache, LayerCache, decode_attention, prefill_attention
 from megatron.platform.streams import to_device
 
@@ -131,16 +134,17 @@ class CachedLatents(CachedAttention):
         return prefill_attention(query, key, value, cache=self.cache, rule=rule).flatten(2)
 
 
-def keep_keys(model: nn.Module) -> list[CachedAttention]:
-    """Replace each core attention of a model by one with a cache; call it after loading the weights.
-
-    Layers whose queries choose keys have their own cache: cached_choice.py.
-    """
-    replaced = []
+def keep_all(model: nn.Module) -> list[CachedAttention | CachedState | CachedChoice]:
+    """Give each layer of a model that mixes tokens a cache; call it after loading the weights."""
+    caches = []
     for module in [*model.modules()]:
         inner = getattr(module, "core_attention", None)
-        if isinstance(inner, ContextParallelAttention) and not isinstance(inner, SparseAttention):
+        if isinstance(module, StateMixer):
+            caches.append(CachedState(module))
+        elif isinstance(module, SparseLatentAttention):
+            caches.append(CachedChoice(module))
+        elif isinstance(inner, ContextParallelAttention):
             latent = isinstance(module, LatentAttention)
             module.core_attention = CachedLatents(inner, module) if latent else CachedAttention(inner)
-            replaced.append(module.core_attention)
-    return replaced
+            caches.append(module.core_attention)
+    return caches

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.context_parallel.attention.kernels.sums import accumulation_dtype
 from megatron.context_parallel.core.mixers.sparse_attention import SparseLatentAttention
@@ -25,7 +25,7 @@ from megatron.platform.collectives import gathered
 
 
 class CachedChoice:
-    """What a layer keeps of a batch, and its mixing of tokens; see :func:`keep_choices`.
+    """What a layer keeps of a batch, and its mixing of tokens, which takes the place of the layer's.
 
     Attributes:
         cache: latents as keys, and the indexer's keys as values, of size 0 if the layer does not choose.
@@ -33,6 +33,7 @@ class CachedChoice:
 
     def __init__(self, layer: SparseLatentAttention) -> None:
         self.layer = layer
+        layer.mixed = self.mixed
         self.generation: Any = None
         self.cache: LayerCache | None = None
 
@@ -106,12 +107,3 @@ class CachedChoice:
 def _gathered(x: Tensor, axis: Axis) -> Tensor:
     """The rows of all ranks of an axis."""
     return x if axis.size == 1 else gathered(x, axis.group)
-
-
-def keep_choices(model: nn.Module) -> list[CachedChoice]:
-    """Let each layer whose queries choose keys keep them; call it after loading the weights."""
-    layers = [module for module in model.modules() if isinstance(module, SparseLatentAttention)]
-    caches = [CachedChoice(layer) for layer in layers]
-    for layer, cache in zip(layers, caches):
-        layer.mixed = cache.mixed
-    return caches

@@ -27,7 +27,7 @@ from megatron.platform.streams import to_device
 
 
 class CachedState:
-    """What a layer keeps of a batch, and its mixing of tokens; see :func:`keep_states`.
+    """What a layer keeps of a batch, and its mixing of tokens, which takes the place of the layer's.
 
     Attributes:
         state: [b, heads, K, V] in fp32 (fp64), after the tokens so far.
@@ -35,7 +35,7 @@ class CachedState:
     """
 
     def __init__(self, layer: StateMixer) -> None:
-        self.layer, self.cache = layer, self
+        self.layer, self.cache, layer.mixed = layer, self, self.mixed
         self.generation: Any = None
         self.state: Tensor | None = None
         self.rows: Tensor | None = None
@@ -108,12 +108,3 @@ def last_state(rule: LinearRule, inputs: tuple[Tensor, ...], layout: SequenceLay
     for _, rank, index in sorted(numbered):
         state = apply_map(rule, every[rank][index], state)
     return state
-
-
-def keep_states(model: torch.nn.Module) -> list[CachedState]:
-    """Let each linear-attention or SSM layer keep it; call it after loading the weights."""
-    layers = [module for module in model.modules() if isinstance(module, StateMixer)]
-    caches = [CachedState(layer) for layer in layers]
-    for layer, cache in zip(layers, caches):
-        layer.mixed = cache.mixed
-    return caches

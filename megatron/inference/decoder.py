@@ -16,9 +16,7 @@ from torch import Tensor
 
 from megatron.context_parallel.layout.grid import Grid
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
-from megatron.inference.cached_attention import Generation, keep_keys
-from megatron.inference.cached_choice import keep_choices
-from megatron.inference.cached_state import keep_states
+from megatron.inference.cached_attention import Generation, keep_all
 from megatron.inference.kv_cache import CachePlan
 from megatron.training.model.gpt import LongContextGPT
 
@@ -35,7 +33,7 @@ class Decoder:
     def __init__(self, model: LongContextGPT, grid: Grid, balance: str) -> None:
         self.model, self.grid, self.balance = model.eval(), grid, balance
         # Not of layers for multi-token prediction.
-        self.attentions = [*keep_keys(model.decoder), *keep_states(model.decoder), *keep_choices(model.decoder)]
+        self.attentions = keep_all(model.decoder)
         self.is_last = model.post_process
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, model.config.params_dtype
@@ -106,10 +104,8 @@ class Decoder:
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [b, vocabulary] in fp32, complete on each TP rank, from hidden states [1, b, h]."""
         model = self.model
-        weight = model.embedding.word_embeddings.weight if self._tied() else None
+        # On a later stage the output layer may have a copy of the embedding's weight.
+        tied = model.share_embeddings_and_output_weights and hasattr(model, "embedding")
+        weight = model.embedding.word_embeddings.weight if tied else None
         logits, _ = model.output_layer(hidden, weight=weight, runtime_gather_output=True)
         return logits[0, :, : model.real_vocab_size].float()
-
-    def _tied(self) -> bool:
-        """Whether the output layer uses the embedding's weight on this stage; on a later stage it may have a copy."""
-        return self.model.share_embeddings_and_output_weights and hasattr(self.model, "embedding")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.inference.decoder import Decoder
+from megatron.platform.collectives import gathered_objects
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,7 @@ def generate(
         batch = [prompts[number] for number in numbers]
         answers += _answer_batch(decoder, numbers, batch, request, counts, progress, seen)
     if data.size > 1:
-        by_replica: list = [None] * data.size
-        dist.all_gather_object(by_replica, answers, group=data.group)
-        answers = [answer for part in by_replica for answer in part]
+        answers = [answer for part in gathered_objects(answers, data.group) for answer in part]
     return sorted(answers, key=lambda answer: answer.number), counts
 
 

@@ -227,8 +227,3 @@ def _heads_of_rank(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> tu
     if plan.needs_expansion(rank):
         k, v = (torch.stack([x[:, :, head] for head in plan.kv_index[rank]], dim=2) for x in (k, v))
     return q, k, v
-
-
-def cached_heads(heads: int, kv_heads: int, ulysses: int, rank: int = 0) -> int:
-    """Key/value heads that Ulysses rank ``rank`` keeps if a TP rank has ``heads`` and ``kv_heads``."""
-    return kv_heads if ulysses == 1 else len(head_plan(heads, kv_heads, ulysses).kv_index[rank])

@@ -14,9 +14,10 @@ from megatron.training.arguments.parser import parse, settings, spellings
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.checksums import choose_whole
+from megatron.training.checkpoint.hugging_face.safetensors_folder import TOKENIZERS
 from megatron.training.checkpoint.megatron_lm.checked import COMMON, fitting, open_unchecked
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path, is_hugging_face
-from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.json_file import json_object
 from megatron.training.model.build import build_model
 from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config, DataConfig
@@ -150,20 +151,18 @@ def check_mask(config: Config) -> None:
 def read_saved(path: Path, folder: Path) -> Saved:
     """The settings in the checkpoint ``path`` of ``--load folder``."""
     if is_hugging_face(path):
-        config = _json(open_unchecked(path, "config.json").file("config.json"))
+        config = json_object(open_unchecked(path, "config.json").file("config.json"))
         kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(kind, "fp32")
         return Saved(_tokenizer_in(path), dtype, _stop_in(path))
     config = open_unchecked(path, COMMON).common().get("config")
-    if not isinstance(config, dict):  # Megatron-LM's checkpoints have no tokenizer
+    if config is None:  # Megatron-LM's checkpoints have no tokenizer
         return Saved({}, "fp32", None)
-    data, optimizer = (config.get(name) or {} for name in ("data", "optimizer"))
-    if not all(isinstance(part, dict) for part in (data, optimizer, config.get("model") or {})):
-        raise Refusal(f"checkpoint {path} holds no settings of this program")
+    data, optimizer, model = (config.get(name, {}) for name in ("data", "optimizer", "model"))
     fitting({name: data[name] for name in TOKENIZER if name in data}, path, DataConfig)
     tokenizer = {f"data.{name}": data[name] for name in TOKENIZER if data.get(name) is not None}
     if "data.tokenizer_type" in tokenizer:
-        size = (config.get("model") or {}).get("vocab_size")
+        size = model.get("vocab_size")
         tokenizer |= {} if size is None else {"model.vocab_size": size}  # without it, the tokenizer's size
     else:
         tokenizer = _tokenizer_in(folder / "hf")
@@ -173,7 +172,7 @@ def read_saved(path: Path, folder: Path) -> Saved:
 
 def _tokenizer_in(folder: Path) -> dict[str, Any]:
     """The settings of the folder's Hugging Face tokenizer; empty if it has none."""
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if any((folder / name).is_file() for name in TOKENIZERS):
         return {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(folder)}
     return {}
 
@@ -181,19 +180,10 @@ def _tokenizer_in(folder: Path) -> dict[str, Any]:
 def _stop_in(folder: Path) -> tuple[int, ...] | None:
     """The ids at which transformers ends an answer of the model in a Hugging Face folder; None if it names none."""
     for name in ("generation_config.json", "config.json"):
-        ids = _json(folder / name).get("eos_token_id")
+        ids = json_object(folder / name).get("eos_token_id")
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     return None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none."""
-    try:
-        value = parse_json(read_bytes(path))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def check_length(config: Config, longest: int, new_tokens: int, where: str) -> None:

@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron.inference.chat import Conversation, Stream, Template, chat_of, converse, line_of, read_tools, said
 from megatron.inference.generate import Answer, Counts, Request, Sampling, generate
 from megatron.inference.load import check_length, configure, load_decoder
+from megatron.platform.collectives import gathered_objects
 from megatron.system.whole_file import replace_file
 from megatron.training import pretrain
 from megatron.training.checkpoint.arguments_of import unchecked, vocabulary
 from megatron.training.checkpoint.megatron_lm.places import checkpoint_path
 from megatron.training.data.chat_template import Chat, Message
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.json_file import parse_json, read_text
 from megatron.training.ownership.own_files import one_job_of_ranks
-from megatron.training.refusal import Refusal, one_line, reason, refuse_together, short
+from megatron.training.refusal import Refusal, one_line, refuse_together, refusing, short
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
 
@@ -82,11 +82,7 @@ def read_prompts(
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Given]]:
-    try:
-        lines = read_bytes(file).decode("utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise Refusal(f"--prompts {file}: {reason(error)}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(file, "--prompts").splitlines(), 1):
         where = f"{file}:{number}"
         if file.suffix not in (".jsonl", ".json"):
             yield where, line
@@ -204,8 +200,7 @@ def run(order: Order, words: Sequence[str]) -> int:
         hidden = None if first and not stream.active else True
         with tqdm(total=tokens, unit=" tokens", disable=hidden, leave=False) as bar:
             answers, counts = generate(decoder, [prompt.tokens for prompt in prompts], request, bar.update, stream)
-        by_rank: list[Counts] = [counts] * dist.get_world_size()
-        dist.all_gather_object(by_rank, counts)
+        by_rank = gathered_objects(counts)
         refuse_together(lambda: report(order, prompts, answers, tokenizer, stream) if first else None)
         if first:
             print(summary(runtime, by_rank), file=sys.stderr)
@@ -239,12 +234,10 @@ def report(
             }
         )
     if order.output is not None:
-        try:
+        with refusing(f"--output {order.output}", OSError):
             order.output.parent.mkdir(parents=True, exist_ok=True)
             lines = (json.dumps(row, ensure_ascii=False) for row in rows)
             replace_file(order.output, "".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            raise Refusal(f"--output {order.output}: {reason(error)}") from None
 
 
 def summary(runtime: Runtime, by_rank: Sequence[Counts]) -> str:

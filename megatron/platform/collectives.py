@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 RENAMED = hasattr(dist, "all_gather_single")
 ALL_GATHER = "all_gather_single" if RENAMED else "all_gather_into_tensor"
@@ -21,6 +23,15 @@ def all_gather(output: Tensor, x: Tensor, **options: Any) -> dist.Work | None:
 def reduce_scatter(output: Tensor, x: Tensor, **options: Any) -> dist.Work | None:
     """This rank's part of the sum of ``x`` over ranks into ``output``; ``options`` as of torch.distributed."""
     return getattr(dist, REDUCE_SCATTER)(output, x, **options)
+
+
+def gathered_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The ``value`` of every rank, by rank; only this process's without process groups."""
+    if not dist.is_initialized():
+        return [value]
+    every: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -104,6 +104,15 @@ def read_most(stream: IO[bytes], most: int) -> bytes:
     return b"".join(parts)
 
 
+def json_object(path: str | Path | None) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none."""
+    try:
+        value = {} if path is None else parse_json(read_bytes(path))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def read_json(path: str | Path, flag: str = "", most: int = MOST_BYTES) -> Any:
     """The value in a JSON file.
 

@@ -333,7 +333,8 @@ def save(run: Megatron, folder: str, iteration: int, kind: str | None, *, core_w
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         dist_checkpointing.save(state, str(path), strategy, content_metadata=content, **more)
     else:  # core's writer would start processes; its files are the same (test_checkpoint.py)
-        going = Save(path, lambda: state, content, lambda: (path / "checksums.json").unlink())
+        state["content_metadata"] = content
+        going = Save(path, lambda: state, lambda: (path / "checksums.json").unlink())
         going.write()
         going.finish()
     if dist.get_rank() == 0:

@@ -145,8 +145,8 @@ def rewritten(source, folder, *, change):
     }
     content = content | {"distrib_optim_sharding_type": "fully_sharded_model_space"} if change is flat else content
     parts = {key: change(key, tensor) for key, tensor in tensors.items()}
-    state = {**common, "parts": parts}
-    save = Save(new, lambda: state, content, lambda: None)
+    state = {**common, "parts": parts, "content_metadata": content}
+    save = Save(new, lambda: state, lambda: None)
     save.write()
     save.finish()
 

@@ -16,7 +16,6 @@ from megatron.training.checkpoint.megatron_lm import checked
 from megatron.training.checkpoint.megatron_lm.checked import (
     MOST,
     check_torch_file,
-    check_torch_files_in,
     examine,
     fitting,
 )
@@ -179,12 +178,12 @@ def test_each_file_in_an_archive_is_compared(tmp_path):
         parts += data
     path = tmp_path / "parts"
     path.write_bytes(parts)
-    assert check_torch_files_in(path, places)
+    assert check_torch_file(path, places)
     for offset, length in places:
         path.write_bytes(parts)
         flip_bit(path, offset + parts[offset : offset + length].index(NUMBERS) + 7)
         with pytest.raises(Damaged, match="record archive/data/0 differs|record one/data/0 differs"):
-            check_torch_files_in(path, places)
+            check_torch_file(path, places)
 
 
 def test_files_without_sums_are_distinguished(tmp_path):

@@ -201,7 +201,7 @@ def test_in_the_default_folder_a_link_of_another_user_is_refused(tmp_path: Path,
 def test_a_link_that_is_put_in_place_of_the_folder_leads_nowhere(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 1)
-    monkeypatch.setattr(copies, "gathered", lambda value, group: [value])
+    monkeypatch.setattr(copies, "gathered_objects", lambda value, group: [value])
     victim, result = tmp_path / "victim", settings(f"--non-persistent-local-ckpt-dir {tmp_path}/mine")[0]
     victim.mkdir()
     names = [f"iter_000000{number}.rank_00000.safetensors" for number in (1, 2)]
@@ -316,7 +316,7 @@ def test_a_rank_needs_room_for_its_own_copy_and_those_of_others(tmp_path):
 
 def test_a_rank_sends_to_later_ranks_and_receives_from_earlier_ones(monkeypatch, tmp_path):
     swapped, gathered = [], iter([[(11, ""), (22, ""), (33, ""), (44, ""), (55, "")], [""] * 5, [None] * 5])
-    monkeypatch.setattr(copies, "gathered", lambda *_: next(gathered))
+    monkeypatch.setattr(copies, "gathered_objects", lambda *_: next(gathered))
     monkeypatch.setattr(copies, "swap", lambda sent, wanted, _: swapped.append((sent[1], *wanted[1:])))
     monkeypatch.setattr(copies.copy_file, "seal", lambda _: 11)
     monkeypatch.setattr(copies.copy_file, "intact", lambda _: True)
@@ -338,15 +338,15 @@ def test_notes_about_copies_are_those_of_the_run(monkeypatch, tmp_path):
         world_size=1,
     )
     group, used = object(), []
-    for name in ("get_rank", "get_world_size"):
-        monkeypatch.setattr(dist, name, lambda *_, result=int(name == "get_world_size"): result)
+    for name, result in (("get_rank", 0), ("get_world_size", 1), ("is_initialized", True)):
+        monkeypatch.setattr(dist, name, lambda *_, result=result: result)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda _: None)
     monkeypatch.setattr(dist, "new_group", lambda **_: group)
     monkeypatch.setattr(dist, "all_gather_object", lambda *_, group: used.append(group))
     monkeypatch.setattr(copies, "refuse_together", lambda function: function())
     monkeypatch.setattr(copies, "_distances", lambda _: ([], ["a note"]))
     opened = copies.open_copies(config, "one rank", lambda: 0, "0" * 32)
-    copy_file.gathered(None, opened.group)
+    copies.gathered_objects(None, opened.group)
     assert config.notes[-1] == "a note" and used == [group] and opened.about["grid"] == "one rank, ZeRO 0"
 
 
@@ -354,7 +354,7 @@ def test_notes_about_copies_are_those_of_the_run(monkeypatch, tmp_path):
 def test_only_copies_newer_than_the_disk_are_loaded(monkeypatch, on_disk, chosen):
     files, cleared = {(step, "a"): {0: Path(str(step))} for step in (3, 5, 4)}, []
     monkeypatch.setattr(restart, "_list_files", lambda _: (files, set()))
-    monkeypatch.setattr(restart, "gathered", lambda value, _: [value])
+    monkeypatch.setattr(restart, "gathered_objects", lambda value, _: [value])
     monkeypatch.setattr(
         restart, "_fetch", lambda copies, step, *_: (restart.CopyToLoad(Path("x"), Progress(step[0]), ""), "")
     )
@@ -413,7 +413,7 @@ def test_what_is_no_tensor_is_loaded_too(monkeypatch, tmp_path):
         inner.state[main] = {"step": step, "exp_avg": torch.zeros(2)}
         part = SimpleNamespace(optimizer=inner, grad_scaler=SimpleNamespace(
             state_dict=lambda: {"scale": 8.0}, load_state_dict=loaded.update))  # fmt: skip
-        monkeypatch.setattr(state, "parts_of", lambda optimizer: [optimizer, None])
+        monkeypatch.setattr(state, "parts_of", lambda optimizer: [optimizer])
         return state.TrainingState([nn.Sequential(WithState(2, 2))], part, None, None)
 
     before, after = job(0.25, 7), job(0.5, 0)

@@ -329,12 +329,11 @@ def test_all_of_small_data_is_evaluated(monkeypatch, asked: int, fewer: int, tak
             raise TooFewSamples(fewer, "too few")
         return None, "data" if needed else None, None
 
-    def gather(found: list[int], own: int) -> None:
-        found[:] = [own, fewer if config.run.eval_iters > fewer else 0]
+    def gather(own: int) -> list[int]:
+        return [own, fewer if config.run.eval_iters > fewer else 0]
 
     monkeypatch.setattr(evaluated_model, "build_datasets", build)
-    monkeypatch.setattr(evaluated_model.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(evaluated_model.dist, "all_gather_object", gather)
+    monkeypatch.setattr(evaluated_model, "gathered_objects", gather)
     for reads in (True, False):
         config = Config()
         config.run.eval_iters, config.data.global_batch_size = asked, 2

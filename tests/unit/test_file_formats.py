@@ -13,7 +13,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import PosixPath
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -445,19 +444,6 @@ def test_metadata_of_torch(tmp_path, monkeypatch):
         path.write_bytes(bad)
         with pytest.raises(Refusal, match=message):
             metadata_file.read_metadata(path)
-
-
-@pytest.mark.parametrize(
-    "place", [{"relative_path": "../a"}, {"offset": 1.0}, {"length": "1"}, {"relative_path": "a/../../b"}]
-)
-def test_places_of_tensors_are_in_the_folder(tmp_path, place):
-    usual = {"relative_path": "a", "offset": 0, "length": 1}
-    good = SimpleNamespace(storage_data={0: SimpleNamespace(**usual)})
-    assert len([*checked._places(good, tmp_path)]) == 1
-    with pytest.raises(Refusal, match="which is not part of a file in its folder"):
-        [*checked._places(SimpleNamespace(storage_data={0: SimpleNamespace(**usual | place)}), tmp_path)]
-    with pytest.raises(Refusal, match="cannot be read"):
-        [*checked._places(SimpleNamespace(), tmp_path)]
 
 
 def test_the_common_state_is_a_dictionary_with_names(tmp_path):

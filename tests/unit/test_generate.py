@@ -13,13 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.context_parallel.attention.ulysses import head_plan
 from megatron.context_parallel.layout.grid import Grid, abstract_grid
 from megatron.context_parallel.layout.masks import Causal
 from megatron.context_parallel.layout.sequence_layout import SequenceLayout, length_unit
 from megatron.context_parallel.layout.spans import count, positions
 from megatron.formulas.strategy import Shape
 from megatron.inference.generate import Sampling, allowed_logits, choose
-from megatron.inference.kv_cache import CachePlan, cached_heads
+from megatron.inference.kv_cache import CachePlan
 from megatron.inference.load import check_length, check_mask, configure
 from megatron.inference.prompts import read_prompts
 from megatron.training.arguments.parser import parse
@@ -76,7 +77,6 @@ def test_bytes_of_the_cache_by_hand():
     assert cache_bytes(shape, abstract_grid(), **sizes) == 2 * 32 * 131072 * 8 * 128 * 2
     assert cache_bytes(shape, abstract_grid(ulysses=8, ring=4), **sizes) == 2 * 32 * 32768 * 1 * 128 * 2
     assert cache_bytes(shape, abstract_grid(ulysses=16, ring=2), **sizes) == 2 * 32 * 65536 * 1 * 128 * 2  # replicated
-    assert cached_heads(12, 3, 2) == 3  # a rank's heads share KV heads unevenly: one is stored twice
 
 
 def logits() -> torch.Tensor:
@@ -287,5 +287,5 @@ def cache_bytes(
     heads, kv_heads = shape.heads // grid.tensor.size, max(shape.kv_heads // grid.tensor.size, 1)
     if shape.latent:
         return shape.layers // grid.pipeline.size * batch * rows * (shape.latent.keys + shape.latent.rotated) * itemsize
-    kept = cached_heads(heads, kv_heads, grid.ulysses.size, grid.ulysses.rank)
+    kept = len(head_plan(heads, kv_heads, grid.ulysses.size).kv_index[grid.ulysses.rank])
     return 2 * (shape.layers // grid.pipeline.size) * batch * rows * kept * shape.head_dim * itemsize

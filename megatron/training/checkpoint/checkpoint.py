@@ -194,8 +194,7 @@ def begin_save(
     if validation_loss is not None:
         extra_files[VALIDATION] = json.dumps({"validation_loss": validation_loss}).encode()
     final = Path(folder) / f"iter_{progress.iteration:07d}"
-    content = dict(METADATA)
-    return Save(final, describe, content, after, extra_files=extra_files, owner=owner, run=progress.run)
+    return Save(final, describe, after, extra_files=extra_files, owner=owner, run=progress.run)
 
 
 def find(settings: CheckpointConfig, notes: list[str] | None = None) -> Path | None:

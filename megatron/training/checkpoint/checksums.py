@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.platform.collectives import gathered_objects
 from megatron.training.checkpoint.checkpoint_folder import VALIDATION, checkpoints_before
 from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import HEADERS
@@ -145,8 +146,7 @@ def unchanged(path: Path) -> Iterator[None]:
         if path.exists():
             raise
         raise Refusal(changed) from None
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, (before, _fingerprint(path)))
+    seen = gathered_objects((before, _fingerprint(path)))
     if len({fingerprint for pair in seen for fingerprint in pair}) > 1:
         refusal = Refusal(changed)
         refusal.everywhere = True
@@ -163,15 +163,12 @@ def _fingerprint(path: Path) -> int | None:
 
 def _examine_together(path: Path) -> Checked | str:
     """The checkpoint, if every rank found its share undamaged, or else the first error; the same on all ranks."""
-    alone = not dist.is_initialized()
-    rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     checked, damaged = None, None
     try:
         checked = examine(path, rank, ranks)
     except Damaged as error:
         damaged = str(error)
-    results: list[Any] = [(damaged, checked is not None and checked.unchecked)] * ranks
-    if not alone:
-        dist.all_gather_object(results, results[0])
+    results = gathered_objects((damaged, checked is not None and checked.unchecked))
     first_error = next((line for line, _ in results if line), None)
     return first_error or replace(checked, unchecked=any(unchecked for _, unchecked in results))

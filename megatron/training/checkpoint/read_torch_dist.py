@@ -75,6 +75,6 @@ def check_engine_states(loaded: Any, where: object) -> None:
             if isinstance(value, torch.Tensor):
                 unpickle.check_engine_state(value.detach().cpu().numpy().tobytes(), f"{where}: {key}")
             elif isinstance(value, io.BytesIO):
-                unpickle.check_plain(value.getvalue(), f"{where}: {key}")
+                unpickle.read_bytes(value.getvalue(), f"{where}: {key}", complete=True)
         else:
             check_engine_states(value, where)

@@ -27,12 +27,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron.platform.collectives import gathered_objects
 from megatron.platform.streams import Event
 from megatron.training.checkpoint import checkpoint_folder
 from megatron.training.checkpoint.checksums import write_list
 from megatron.training.checkpoint.megatron_lm.file_list import WRITTEN, FileList, Sum
 from megatron.training.checkpoint.owner import Owner
 from megatron.training.checkpoint.rank_file import HostCopies, Writer, packed, write_bytes
+from megatron.training.checkpoint.sharded_state import METADATA
 from megatron.training.ownership.own_files import remove_made
 from megatron.training.refusal import one_line
 
@@ -43,7 +45,6 @@ class Save:
     Args:
         final: the checkpoint's path.
         describe: returns core's sharded state; may communicate with other ranks.
-        content: core's metadata about the format of the state.
         after: called on rank 0 after the checkpoint is published, in the thread that published it.
         extra_files: contents of small files by name, which rank 0 writes.
         owner: this job's lock on the folder; None if no other job can be saving there.
@@ -57,7 +58,6 @@ class Save:
         self,
         final: Path,
         describe: Callable[[], dict[str, Any]],
-        content: dict[str, Any],
         after: Callable[[], Any],
         extra_files: Mapping[str, bytes] | None = None,
         owner: Owner | None = None,
@@ -83,13 +83,11 @@ class Save:
         except OSError as problem:
             self._error = error_line(problem)
         try:
-            common, self._writer, self._metadata = _planned(describe(), content, self.partial)
+            common, self._writer, self._metadata = _planned(describe(), self.partial)
             self._common = packed(common) if self._first else b""  # packed now: a step may change objects in it
         except (Exception, CheckpointException) as problem:  # torch's CheckpointException is a BaseException
             self._error = self._error or error_line(problem)
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, self._error)
-        self._fail(errors)
+        self._fail(gathered_objects(self._error))
 
     def write(self) -> None:
         """Write this rank's files from the current tensors. An error is kept until :meth:`advance` raises it."""
@@ -202,14 +200,12 @@ class Save:
             raise OSError(f"no checkpoint was written to {self.final.parent} ({error})")
 
 
-def _planned(
-    state: dict[str, Any], content: dict[str, Any], folder: Path
-) -> tuple[dict[str, Any], Writer, Metadata | None]:
+def _planned(state: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Writer, Metadata | None]:
     """(common state without tensors, this rank's writer, on rank 0 the metadata of all ranks' tensors).
 
     Follows the steps of core's ``dist_checkpointing.save``.
     """
-    sharded, common = save_preprocess({**state, "content_metadata": content})
+    sharded, common = save_preprocess({"content_metadata": dict(METADATA), **state})
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     writer = Writer(folder)

@@ -19,7 +19,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.optimizer import MegatronOptimizer
@@ -28,6 +27,7 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron.platform.collectives import gathered_objects
 from megatron.platform.core_versions import GROUP_KEYS
 from megatron.training.model.fsdp import Range, local_elements
 from megatron.training.refusal import Refusal
@@ -176,7 +176,7 @@ OWN = (PARTITIONED, "fused", "foreach")  # of a group: where its states are, and
 def elements_of_shard(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> Range:
     """The elements of a parameter whose states this rank of core's distributed optimizer holds."""
     part = _part_with(optimizer, parameter)
-    if part is None or parameter not in part.model_param_gbuf_map:  # a frozen parameter
+    if parameter not in part.model_param_gbuf_map:  # a frozen parameter
         return 0, 0
     shard = part._get_model_param_range_map(parameter)["param"]
     return shard.start, shard.size
@@ -207,15 +207,13 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[ShardPlaces],
     Position embeddings that are split over CP have a second optimizer in core's chain. Groups and step are equal in
     both and are saved once, so the checkpoint looks as if there were one optimizer.
     """
-    part, _ = parts_of(optimizer)
+    part = parts_of(optimizer)[0]
     inner = part.optimizer
     if loading:
         make_states(optimizer)
     steps = {float(state["step"]) for state in inner.state.values() if "step" in state}
     if not loading:  # rank 0 writes it, whose layers may have no adapter and thus no states
-        every: list[set[float]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(every, steps)
-        steps = set().union(*every)
+        steps = set().union(*gathered_objects(steps))
     shared = {"step": steps.pop()} if steps else {}  # Transformer Engine's Adam has it in the groups
     groups = [{key: value for key, value in group.items() if key != "params"} | shared for group in inner.param_groups]
     state = {
@@ -242,8 +240,7 @@ def optimizer_state(optimizer: MegatronOptimizer, places: Iterable[ShardPlaces],
 def make_states(optimizer: MegatronOptimizer) -> None:
     """Allocate the states that an optimizer otherwise creates in its first step, so that they can be loaded."""
     for part in parts_of(optimizer):
-        if part is not None:
-            part.init_state_fn(part.optimizer, part.config)
+        part.init_state_fn(part.optimizer, part.config)
 
 
 def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places: Iterable[ShardPlaces]) -> None:
@@ -252,19 +249,17 @@ def load_optimizer(optimizer: MegatronOptimizer, loaded: dict[str, Any], places:
     Raises:
         Refusal: the checkpoint has other groups of parameters.
     """
-    main, positions = parts_of(optimizer)
     saved = loaded["optimizer"]["param_groups"]
-    _load_groups(main, saved)
-    if positions is not None:
-        _load_groups(positions, saved)
     for number, (parameter, pieces) in enumerate(_parameters(places)):
         for name, tensor in _tensors(optimizer, parameter).items():
             for index, piece in enumerate(pieces):
                 piece.put(loaded["param_state"][f"{number}"][name][f"{index}"], tensor)
     for part in parts_of(optimizer):
-        for state in part.optimizer.state.values() if part is not None else ():
+        _load_groups(part, saved)
+        for state in part.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(saved[0]["step"])
+    main = parts_of(optimizer)[0]
     if getattr(main, "grad_scaler", None) and "grad_scaler" in loaded:
         main.grad_scaler.load_state_dict(loaded["grad_scaler"])
 
@@ -280,15 +275,13 @@ def _load_groups(part: MegatronOptimizer, saved: Sequence[dict[str, Any]]) -> No
         group.update(known[_identity(group)] | {name: group[name] for name in OWN if name in group})
 
 
-def parts_of(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, MegatronOptimizer | None]:
-    """(main optimizer in core's chain, optimizer of the partitioned positions or None)."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts[0], parts[1] if len(parts) > 1 else None
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The main optimizer in core's chain, and that of the partitioned positions, if they have one."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer | None:
-    main, positions = parts_of(optimizer)
-    return main if getattr(parameter, "allreduce", True) else positions
+def _part_with(optimizer: MegatronOptimizer, parameter: nn.Parameter) -> MegatronOptimizer:
+    return parts_of(optimizer)[0 if getattr(parameter, "allreduce", True) else -1]
 
 
 def _parameters(places: Iterable[ShardPlaces]) -> Iterator[tuple[nn.Parameter, Sequence[Piece]]]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from megatron.platform.collectives import gathered_objects
 from megatron.training.arguments.validate.host_memory import check_host_memory
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.arguments_of import vocabulary
@@ -66,8 +67,7 @@ def _held_out(config: Config, tokenizer: Tokenizer, runtime: Runtime) -> Dataset
             dataset = build_datasets(config, tokenizer, (0, samples, 0), needed=runtime.reads_data)[1]
         except TooFewSamples as refusal:
             few = refusal
-        fewer: list[int] = [0] * dist.get_world_size()  # ranks that read no data do not know it
-        dist.all_gather_object(fewer, few.fewer if few else 0)
+        fewer = gathered_objects(few.fewer if few else 0)  # ranks that read no data do not know it
         if config.run.eval_iters != usual or not max(fewer):
             break
         config.notes.append(f"--eval-iters {max(fewer)}, because the validation data have no more samples")
@@ -77,13 +77,18 @@ def _held_out(config: Config, tokenizer: Tokenizer, runtime: Runtime) -> Dataset
     return dataset
 
 
+def build_untrained(config: Config, runtime: Runtime, vocab_size: int) -> list[nn.Module]:
+    """This rank's model chunks for a model without optimizer."""
+    chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
+    return [
+        FullySharded(chunk, config) if config.parallel.zero_stage >= 2 else in_compute_dtype(chunk, config)
+        for chunk in chunks
+    ]
+
+
 def load_model(config: Config, runtime: Runtime, vocab_size: int, path: Checked) -> list[nn.Module]:
     """This rank's model chunks with the weights of the checkpoint ``path``."""
-    chunks = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
-    if config.parallel.zero_stage >= 2:
-        chunks = [FullySharded(chunk, config) for chunk in chunks]
-    else:
-        chunks = [in_compute_dtype(chunk, config) for chunk in chunks]
+    chunks = build_untrained(config, runtime, vocab_size)
     config.checkpoint.finetune = True
     checkpoint.load(path, chunks, None, None, config)
     dist.barrier()

@@ -17,10 +17,8 @@ from torch import nn
 from megatron.training.checkpoint import checkpoint
 from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.checkpoint.checksums import check
+from megatron.training.evaluation.evaluated_model import build_untrained
 from megatron.training.loss import PairObjective
-from megatron.training.model.build import build_model
-from megatron.training.model.fsdp import FullySharded
-from megatron.training.model.optimizer import in_compute_dtype
 from megatron.training.refusal import Refusal, refuse_together
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
@@ -63,9 +61,7 @@ def pair_objective(
 def frozen_copy(config: Config, runtime: Runtime, chunks: Sequence[nn.Module], vocab_size: int) -> list[nn.Module]:
     """A model with the weights of ``chunks``, in evaluation mode, without gradients."""
     checkpoint.gather_parameters(chunks, config)
-    model = build_model(config, runtime.grid, runtime.layout, vocab_size, runtime.device, runtime.offload)
-    sharded = config.parallel.zero_stage >= 2
-    model = [FullySharded(chunk, config) if sharded else in_compute_dtype(chunk, config) for chunk in model]
+    model = build_untrained(config, runtime, vocab_size)
     with torch.no_grad():
         for chunk, trained in zip(model, chunks):
             chunk.eval().requires_grad_(False)

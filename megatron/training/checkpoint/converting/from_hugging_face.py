@@ -23,6 +23,7 @@ from megatron.training.checkpoint.hugging_face import load_folder, safetensors_f
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
     OTHERS,
+    TOKENIZERS,
     Done,
     cast,
     companions,
@@ -49,9 +50,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.training.checkpoint.converting.quantized import CONFIG, quantization
     from megatron.training.checkpoint.rank_file import without_inner_sums
     from megatron.training.checkpoint.run_state import Progress
-    from megatron.training.checkpoint.sharded_state import METADATA
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def from_hugging_face(
@@ -174,7 +172,7 @@ def _save(
     }
     folder.mkdir()
     with one_process(), without_inner_sums():
-        save_lazily(state, folder, dict(METADATA), compute, done)
+        save_lazily(state, folder, compute, done)
     list_files(folder)
 
 

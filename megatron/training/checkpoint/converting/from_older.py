@@ -31,7 +31,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
 
     from megatron.training.checkpoint.checksums import check, list_files
     from megatron.training.checkpoint.converting.lazy_save import empty_extra_states, save_lazily
-    from megatron.training.checkpoint.sharded_state import METADATA
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)  # types of args that are copied
 
@@ -161,7 +160,7 @@ def _save(
     }
     folder.mkdir()
     with one_process():
-        save_lazily(state, folder, dict(METADATA), compute, done)
+        save_lazily(state, folder, compute, done)
     list_files(folder)
 
 

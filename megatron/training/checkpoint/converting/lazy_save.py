@@ -26,15 +26,14 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from megatron.training.checkpoint.sharded_state import METADATA
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.refusal import reason
 
 Compute = Callable[[ShardedTensor], Tensor]
 
 
-def save_lazily(
-    state: dict[str, Any], folder: Path, content_metadata: dict[str, Any], compute: Compute, done: Callable[[], Any]
-) -> None:
+def save_lazily(state: dict[str, Any], folder: Path, compute: Compute, done: Callable[[], Any]) -> None:
     """Write a complete folder, as ``dist_checkpointing.save`` does, on one process.
 
     Args:
@@ -44,7 +43,7 @@ def save_lazily(
     Raises:
         OSError: it cannot be written.
     """
-    sharded, common = save_preprocess({**state, "content_metadata": content_metadata})
+    sharded, common = save_preprocess({"content_metadata": dict(METADATA), **state})
     torch.save(common, folder / "common.pt")
     planner = _LazyPlanner(list(nested_values(sharded)), compute, done)
     # No read-ahead, because it would create a GPU stream; new_folder syncs the complete folder later.

@@ -20,6 +20,7 @@ from megatron.training.checkpoint.hugging_face import safetensors_folder
 from megatron.training.checkpoint.hugging_face.safetensors_folder import (
     HEADERS,
     OTHERS,
+    TOKENIZERS,
     Done,
     Entry,
     Header,
@@ -39,7 +40,7 @@ from megatron.training.families import architectures
 from megatron.training.families.architectures import Described
 from megatron.training.families.llama import llama_settings, llama_weights
 from megatron.training.families.llama.llama_weights import LM_HEAD, Piece
-from megatron.training.json_file import parse_json, read_bytes
+from megatron.training.json_file import json_object
 from megatron.training.refusal import Refusal, short, some
 from megatron.training.settings.config import CheckpointConfig, ModelConfig
 from megatron.training.untrusted.links import file_in
@@ -53,7 +54,6 @@ with warnings.catch_warnings():  # core reports at import that apex is missing
     from megatron.training.checkpoint.read_torch_dist import load_state
 
 PEFT_PREFIX = "base_model.model."
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 TOKENIZER_FILES = (*TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
                    "chat_template.jinja", "chat_template.json", "generation_config.json")  # fmt: skip
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
@@ -281,7 +281,7 @@ def _made_files(common: dict[str, Any], files: list[Path], notes: list[str]) -> 
     by_name = {file.name: file for file in files}
     if not by_name.keys() & set(TOKENIZERS):
         return {}
-    settings = _json(by_name.get("tokenizer_config.json"))
+    settings = json_object(by_name.get("tokenizer_config.json"))
     made, data = {}, (common.get("config") or {}).get("data") or {}
     template = data.get("sft_tokenizer_prompt_format")
     if data.get("sft") and isinstance(template, str) and template != "default":
@@ -290,7 +290,7 @@ def _made_files(common: dict[str, Any], files: list[Path], notes: list[str]) -> 
         notes.append(f"note: there is no chat template: put {TEMPLATE} next to the tokenizer, or into --hf-files DIR")
     if GENERATION in by_name:
         return made
-    end, known = settings.get("eos_token"), _json(by_name.get("tokenizer.json")).get("added_tokens")
+    end, known = settings.get("eos_token"), json_object(by_name.get("tokenizer.json")).get("added_tokens")
     end = end.get("content") if isinstance(end, dict) else end
     ids = [one.get("id") for one in known or () if isinstance(one, dict) and end and one.get("content") == end]
     if ids and type(ids[0]) is int:
@@ -299,15 +299,6 @@ def _made_files(common: dict[str, Any], files: list[Path], notes: list[str]) -> 
     else:
         notes.append(f"note: there is no {GENERATION}: without it an answer has no end; put it into --hf-files DIR")
     return made
-
-
-def _json(file: Path | None) -> dict[str, Any]:
-    """The JSON object in a file of a tokenizer; empty if there is none."""
-    try:
-        value = parse_json(read_bytes(file)) if file is not None else {}
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:

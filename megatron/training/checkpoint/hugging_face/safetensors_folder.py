@@ -236,6 +236,7 @@ def index_json(headers: Mapping[str, Header]) -> dict[str, Any]:
 
 # Used by the conversions in both directions.
 HEADERS = "safetensors_headers.json"  # in hf/: the headers of the original's files
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")  # a folder with one of them has a tokenizer
 OTHERS = "other_tensors.safetensors"  # in hf/: the original's tensors that transformers ignores
 # Files that are not copied: weights in any format, code, and files that this program writes.
 NOT_COPIED = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".py", HEADERS, CHECKSUMS)

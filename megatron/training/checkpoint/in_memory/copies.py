@@ -24,13 +24,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.platform.collectives import gathered_objects
 from megatron.training.arguments.stages import chunk_layers
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.copy_file import (
     NotPrivate,
     PrivateFolder,
     copies_in,
-    gathered,
     open_private,
     swap,
 )
@@ -112,7 +112,7 @@ class Copies:
         """Remove all copies at the end of a complete run. All ranks call it."""
         self.finish()
         with suppress(RuntimeError):
-            gathered(None, self.group)  # wait for the others: ranks of a node share the folder
+            gathered_objects(None, self.group)  # wait for the others: ranks of a node share the folder
         self.folder.remove()
         if self.rank == 0:
             (Path(save) / COPIES).unlink(missing_ok=True)
@@ -147,7 +147,7 @@ class Copies:
         except OSError as problem:
             size, error = 0, error_line(problem)
         try:
-            results = gathered((size, error), self.group)
+            results = gathered_objects((size, error), self.group)
             failed = _first_error(error for _, error in results)
             if not failed:
                 for distance in self.distances:
@@ -160,11 +160,11 @@ class Copies:
                             raise OSError(f"the file from rank {source} was damaged in transit")
                     except OSError as problem:
                         error = error_line(problem)
-                failed = _first_error(gathered(error, self.group))
+                failed = _first_error(gathered_objects(error, self.group))
             if not failed:
                 for rank in written:
                     self.partial(iteration, rank).rename(self.path(iteration, rank))
-                gathered(None, self.group)
+                gathered_objects(None, self.group)
                 self._clear_before(iteration)
                 self._report_first(iteration, size)
                 return

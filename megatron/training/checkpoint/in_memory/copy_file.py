@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -200,13 +199,6 @@ def _sums(path: Path) -> tuple[bytes, bytes, int]:
 
 
 MESSAGE = 1 << 25  # bytes of a message between ranks
-
-
-def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The ``value`` of every rank of the group, by rank."""
-    every: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
-    return every
 
 
 def swap(sent: tuple[Path, int] | None, wanted: tuple[Path, int, int] | None, group: dist.ProcessGroup) -> None:

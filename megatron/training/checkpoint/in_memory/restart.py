@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.platform.collectives import gathered_objects
 from megatron.training.checkpoint.in_memory import copy_file
 from megatron.training.checkpoint.in_memory.copies import Copies
-from megatron.training.checkpoint.in_memory.copy_file import gathered, swap
+from megatron.training.checkpoint.in_memory.copy_file import swap
 from megatron.training.checkpoint.run_state import Progress
 
 Step = tuple[int, str]  # iteration, and identity of the program start that wrote it
@@ -43,7 +44,8 @@ def newest(copies: Copies, on_disk: int, notes: list[str]) -> CopyToLoad | None:
         notes: receives a line if there are copies that cannot be used.
     """
     files, others = _list_files(copies)
-    listed = gathered((sorted(others), {step: sorted(of_rank) for step, of_rank in files.items()}), copies.group)
+    ranks_of = {step: sorted(of_rank) for step, of_rank in files.items()}
+    listed = gathered_objects((sorted(others), ranks_of), copies.group)
     steps_of_ranks = [steps for _, steps in listed]
     others = {line for lines, _ in listed for line in lines}
     newer = sorted({step for steps in steps_of_ranks for step in steps if step[0] > on_disk}, reverse=True)
@@ -53,7 +55,7 @@ def newest(copies: Copies, on_disk: int, notes: list[str]) -> CopyToLoad | None:
         missing = missing or reason
         if chosen:
             break
-    gathered(None, copies.group)
+    gathered_objects(None, copies.group)
     copies.clear(chosen and chosen.progress.iteration)
     if chosen is None and (newer or others):
         reason = missing or f"they are of {min(others)}, but this run is of {_layout(copies.about)[0]}"
@@ -132,7 +134,7 @@ def _holder(rank: int, holders: list[list[int]], bad: set[tuple[int, int]]) -> i
 
 def _agreed(copies: Copies, bad: set[tuple[int, int]], wrong: list[tuple[int, int]]) -> bool:
     """Whether no rank reports a damaged file; reported files are added to ``bad``."""
-    damaged = {file for of_rank in gathered(wrong, copies.group) for file in of_rank}
+    damaged = {file for of_rank in gathered_objects(wrong, copies.group) for file in of_rank}
     bad |= damaged
     return not damaged
 

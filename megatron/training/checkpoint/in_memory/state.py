@@ -132,13 +132,13 @@ class TrainingState:
         """(name, weight that the optimizer updates, its optimizer states)."""
         return [
             (f"optimizer{number}.{at}.{index}", main, part.optimizer.state[main])
-            for number, part in enumerate(_optimizers(self.optimizer))
+            for number, part in enumerate(parts_of(self.optimizer))
             for at, group in enumerate(part.optimizer.param_groups)
             for index, main in enumerate(group["params"])
         ]
 
     def _objects(self) -> dict[str, Any]:
-        optimizers = _optimizers(self.optimizer)
+        optimizers = parts_of(self.optimizer)
         groups = [part.optimizer.param_groups for part in optimizers]
         return {
             "groups": [
@@ -158,7 +158,7 @@ class TrainingState:
         }
 
     def _load_objects(self, objects: dict[str, Any], path: Path) -> None:
-        for part, groups, scaler in zip(_optimizers(self.optimizer), objects["groups"], objects["scalers"]):
+        for part, groups, scaler in zip(parts_of(self.optimizer), objects["groups"], objects["scalers"]):
             for group, saved in zip(part.optimizer.param_groups, groups):
                 group.update(saved)
             if scaler is not None:
@@ -187,7 +187,3 @@ class TrainingState:
                     if value is not None:
                         states.append((f"model{number}.{name}.{EXTRA_STATE}", module, value))
         return states
-
-
-def _optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return [part for part in parts_of(optimizer) if part is not None]

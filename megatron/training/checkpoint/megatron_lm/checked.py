@@ -13,7 +13,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from megatron.training.checkpoint.megatron_lm.file_list import (
     check_integrity,
     crc32_of_file,
     how_to_list,
-    outside,
     read_list,
 )
 from megatron.training.checkpoint.megatron_lm.places import (
@@ -132,19 +131,18 @@ def _kinds(section: type) -> dict[str, Callable[[Any], bool]]:
 MAGIC = b"PK\x03\x04"
 
 
-def check_torch_file(path: Path) -> bool:
+def check_torch_file(path: Path, places: Sequence[tuple[int, int]] = ()) -> bool:
     """Compare the records of a file of ``torch.save`` with their sums; False if it has none.
+
+    Args:
+        places: (offset, length) in bytes of files inside ``path``; then False if any has no sums.
 
     Raises:
         Damaged: a record differs from its sum.
         OSError: the file cannot be read.
     """
-    return check_torch_files_in(path, [(0, path.stat().st_size)])
-
-
-def check_torch_files_in(path: Path, places: Sequence[tuple[int, int]]) -> bool:
-    """Like `check_torch_file` for files at (offset, length) in bytes inside ``path``; False if any has no sums."""
     with open(path, "rb", buffering=0) as raw:
+        places = places or [(0, path.stat().st_size)]
         windows = (Window(length, partial(_read_into, raw, offset)) for offset, length in places)
         return all([_check(path, window) for window in windows])
 
@@ -219,7 +217,7 @@ class Checked:
     def metadata(self) -> Any:
         """torch's list of the tensors. Raises Refusal if one of them lies in a file that was not checked."""
         metadata = unpickle.read_metadata(self.file(METADATA))
-        for name in {place.relative_path for place in _places(metadata, self.path / METADATA)}:
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
             self.file(name)
         return metadata
 
@@ -295,7 +293,7 @@ def _listed(path: Path, share: int, shares: int, only: Collection[str]) -> Check
             raise Damaged(f"{path / name} has {size} bytes, {listed.files[name].size} were written")
     partly = common[1:] if only else ()  # unchecked, a file that holds the state among tensors is not read whole
     for name in partly:
-        check_torch_files_in(path / name, [place_of_state(path)[1:]])
+        check_torch_file(path / name, [place_of_state(path)[1:]])
     for name in names[share::shares]:
         if name not in partly and crc32_of_file(path / name) != listed.files[name].crc32:
             raise Damaged(f"{path / name} is not what was written (its CRC-32 differs)")
@@ -314,13 +312,13 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     common, (name, *place) = files_of_state(path), place_of_state(path)
     for needed in sorted(_in_place(only, common)) if only else (FORM, METADATA, *common):
         file_in(path, needed).stat()
-    summed = check_torch_files_in(path / name, [place])
+    summed = check_torch_file(path / name, [place])
     if only:
         return _opened(path, common, _in_place(only, common), False)
     _check_json(path / FORM)
     state = common_state(path)
     files: dict[str, list[tuple[int, int]]] = {}
-    for place in _places_in(path):
+    for place in unpickle.read_metadata(path / METADATA).storage_data.values():
         files.setdefault(place.relative_path, []).append((place.offset, place.length))
     for name, places in files.items():
         size, end = file_in(path, name).stat().st_size, max(offset + length for offset, length in places)
@@ -330,7 +328,7 @@ def _torch_dist(path: Path, share: int, shares: int, only: Collection[str]) -> C
     if check_integrity(path, names, share, shares):
         return _opened(path, names, only, False)
     for name in sorted(files)[share::shares]:
-        if not check_torch_files_in(path / name, files[name]):
+        if not check_torch_file(path / name, files[name]):
             if isinstance(state, dict) and "config" in state:
                 raise Damaged(f"{path / CHECKSUMS} is missing (the list of its files); {how_to_list(path)}")
             summed = False
@@ -344,24 +342,8 @@ def _in_place(only: Collection[str], common: Collection[str]) -> set[str]:
 
 def files_of(path: Path) -> set[str]:
     """The names of the files of a ``torch_dist`` checkpoint. Raises Refusal if they cannot be read."""
-    return {METADATA, FORM, *files_of_state(path)} | {place.relative_path for place in _places_in(path)}
-
-
-def _places_in(path: Path) -> Iterator[Any]:
-    return _places(unpickle.read_metadata(path / METADATA), path / METADATA)
-
-
-def _places(metadata: Any, where: Path) -> Iterator[Any]:
-    """Where each part of each tensor lies: ``relative_path``, ``offset`` and ``length``, in bytes."""
-    try:
-        places = list(metadata.storage_data.values())
-        wrong = outside({place.relative_path for place in places})
-        integers = all(isinstance(number, int) for place in places for number in (place.offset, place.length))
-    except (AttributeError, TypeError):
-        raise Refusal(f"{where} cannot be read") from None
-    if wrong is not None or not integers:
-        raise Refusal(f"{where} names {wrong or 'a place'}, which is not part of a file in its folder")
-    yield from places
+    places = unpickle.read_metadata(path / METADATA).storage_data.values()
+    return {METADATA, FORM, *files_of_state(path)} | {place.relative_path for place in places}
 
 
 def _check_json(path: Path) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 
+from megatron.platform.collectives import gathered_objects
 from megatron.platform.core_versions import GROUP_KEYS
 from megatron.training.checkpoint.megatron_lm.checked import Checked
 from megatron.training.checkpoint.megatron_lm.megatron_args import (
@@ -204,9 +204,7 @@ def _matched(ours: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) ->
 
 def _check_all_requested(foreign: ForeignCheckpoint, own: set[str]) -> None:
     """Refuse a checkpoint with weights that no rank of this run requested."""
-    requested: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(requested, own)
-    known = set().union(*requested)
+    known = set().union(*gathered_objects(own))
     unused = sorted({name for name in map(without_layer, weights_in(foreign.stored)) if name not in known})
     if unused := [name for name in unused if not name.endswith("rotary_pos_emb.inv_freq")]:
         raise Refusal(f"checkpoint {foreign.path} is of another model: this model does not have {some(unused)}")

@@ -67,11 +67,6 @@ def check_engine_state(data: bytes, where: object) -> None:
             Machine(data, ENGINE).load()
 
 
-def check_plain(data: bytes, where: object) -> None:
-    """Raise Refusal if ``torch.load`` of ``data`` would create anything but tensors, numbers and strings."""
-    read_bytes(data, where, complete=True)
-
-
 @contextmanager
 def parts_of(path: Path) -> Iterator[Callable[[int, int], bytearray]]:
     """Yields a function that reads ``length`` bytes at ``offset`` of a file in a checkpoint's folder.
