@@ -478,16 +478,10 @@ MEANT = {  # given flag -> suggested flag
 
 EQUIVALENT = {  # given flag -> section.field and its value
     "--ds-sequence-parallel-size 4": ("parallel.ulysses_parallel_size", 4),
-    "--ulysses-degree-in-cp 4": ("parallel.ulysses_parallel_size", 4),
+    "--ulysses-degree-in-cp=4": ("parallel.ulysses_parallel_size", 4),
     "--ds-sequence-parallel-fpdt": ("chunks.fpdt", True),
     "--ds-sequence-parallel-fpdt-chunk-size 64": ("chunks.fpdt_chunk_size", 64),
     "--ds-sequence-parallel-fpdt-offloading": ("chunks.fpdt_offload", True),
-    "--rotary-position-embeddings-theta 500000": ("model.rotary_base", 500000),
-    "--num-key-value-heads 4": ("model.num_query_groups", 4),
-    "--context-parallel-algo ulysses_cp_algo": ("parallel.cp_comm_type", ["a2a"]),
-    "--context-parallel-algo megatron_cp_algo": ("parallel.cp_comm_type", ["p2p"]),
-    "--context-parallel-algo hybrid_cp_algo": ("parallel.cp_comm_type", ["a2a+p2p"]),
-    "--tokenizer-name-or-path x": ("data.tokenizer_model", "x"),
     # values in other programs' notation
     "--bf16 true": ("optimizer.bf16", True),
     "--bf16=True": ("optimizer.bf16", True),
