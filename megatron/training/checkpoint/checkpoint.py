@@ -53,6 +53,7 @@ from megatron.training.model.weights import unwrap
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import CheckpointConfig, Config, ModelConfig
 from megatron.training.settings.flag import ADAPTERS, names_with
+from megatron.training.settings.kinds import KINDS
 from megatron.training.settings.same_network import differences, flat, of_run
 
 HEAD_OF_LOGITS = "output_layer.weight"
@@ -111,13 +112,13 @@ def head_is_new(saved: dict[str, Any], model: ModelConfig, path: Path, weights_o
 
 
 def trains_others(saved: dict[str, Any], config: Config, path: Path) -> bool:
-    """Whether the checkpoint's optimizer has states of other parameters: one of both is a warm-up of indexers."""
-    before, now = bool(saved.get("dsa_warm_up")), config.model.dsa_warm_up
+    """Whether the checkpoint's optimizer has states of other parameters than this run trains."""
+    before, now = (
+        next(filter(None, (kind.trains(settings) for kind in KINDS)), "all weights")
+        for settings in (saved, vars(config.model))
+    )
     if before != now:
-        trained = ("all weights", "indexers alone (--dsa-warm-up)")
-        config.notes.append(
-            f"{path} has trained {trained[before]}, and this run trains {trained[now]}: the optimizer begins anew"
-        )
+        config.notes.append(f"{path} has trained {before}, and this run trains {now}: the optimizer begins anew")
     return before != now
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -42,7 +42,7 @@ from megatron.training.model.core_config import in_chunks, router_rule, transfor
 from megatron.training.model.gpt import LongContextGPT, scale_embeddings
 from megatron.training.model.weights import initialize_weights
 from megatron.training.settings.config import Config, ModelConfig
-from megatron.training.settings.kinds import kinds_in
+from megatron.training.settings.kinds import kinds_in, mixers_of
 from megatron.training.settings.kinds.layer_patterns import expert_layers, hybrid_pattern
 from megatron.training.settings.models import ROTARY, rope_layers, window_layers
 
@@ -168,9 +168,9 @@ def _build_chunk(
     )
     if model.embed_layernorm and first:
         chunk.embedding.word_embeddings = NormedWords(chunk.embedding.word_embeddings, core_config)
-    if factor := embedding_factor(model):
-        if first or further:
-            scale_embeddings(chunk.embedding.word_embeddings, factor)
+    factor = model.hidden_size**0.5 if model.scale_embeddings else model.embedding_multiplier
+    if factor and (first or further):
+        scale_embeddings(chunk.embedding.word_embeddings, factor)
     if partitioned and first:
         chunk.embedding = PartitionedEmbedding(chunk.embedding, settings.layout, model.max_position_embeddings)
     if config.chunks.offload_checkpoints:
@@ -178,18 +178,11 @@ def _build_chunk(
     return chunk
 
 
-def embedding_factor(model: ModelConfig) -> float | None:
-    """The factor of word embeddings; None without one."""
-    return model.hidden_size**0.5 if model.scale_embeddings else model.embedding_multiplier
-
-
 def _mixers(config: Config, start: int, stop: int) -> dict[int, Mixer]:
     """What the layers of a stage, from 0, have in place of attention."""
-    found: dict[int, Mixer] = {}
-    for kind in kinds_in(config.model):
-        if chosen := _chosen(kind.layers(config.model), start, stop):
-            found |= dict.fromkeys(chosen, partial(_from_mixers(kind.mixer), **kind.options(config)))
-    return found
+    kinds = {layer - start: kind for layer, kind in mixers_of(config.model).items() if start <= layer < stop}
+    mixers = {kind: partial(_from_mixers(kind.mixer), **kind.options(config)) for kind in {*kinds.values()}}
+    return {layer: mixers[kind] for layer, kind in kinds.items()}
 
 
 def _from_mixers(place: str) -> Callable:
@@ -203,12 +196,7 @@ def _experts(model: ModelConfig, start: int, stop: int) -> dict[int, RouterRule]
     if not model.num_experts:
         return None
     rule = router_rule(model)
-    return {index: rule for index in _chosen(expert_layers(model), start, stop)}
-
-
-def _chosen(pattern: Sequence[int], start: int, stop: int) -> list[int]:
-    """The layers of a stage, from 0, that have a 1 in the pattern of the complete model."""
-    return [index for index, one in enumerate(pattern[start:stop]) if one]
+    return {index: rule for index, one in enumerate(expert_layers(model)[start:stop]) if one}
 
 
 def layer_rotaries(config: Config, layout: SequenceLayout, device: torch.device) -> list[LayoutRotaryEmbedding | None]:

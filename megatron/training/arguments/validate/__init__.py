@@ -24,7 +24,7 @@ from megatron.training.arguments.validate import (
 )
 from megatron.training.refusal import LEAVE_OUT, Fix, Gather, Refusal
 from megatron.training.settings.config import Config
-from megatron.training.settings.kinds import KINDS
+from megatron.training.settings.kinds import KINDS, mixers_of
 from megatron.training.settings.models import outside_engine
 
 
@@ -60,6 +60,7 @@ def complete(config: Config, world_size: int) -> Config:
     gather.check("precision", lambda: _complete_precision(config), *shape)
     for kind in KINDS:
         gather.check("kinds", partial(kind.check, config, world_size), kind.condition.text, "grid")
+    gather.check("notes of kinds", lambda: _note_mixers(config), "kinds")
     gather.check("lora", lambda: check_lora.complete_lora(config), "kinds")
     gather.check("partition", lambda: check_model.complete_partitioned_positions(config), "context", "attention")
     gather.check("recompute", lambda: check_memory.complete_recompute(config), "pipeline")
@@ -93,6 +94,11 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 def transformer_engine_installed() -> bool:
     """Whether Transformer Engine can be imported."""
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _note_mixers(config: Config) -> None:
+    kinds = dict.fromkeys(mixers_of(config.model).values())
+    config.notes += filter(None, (kind.note(config) for kind in kinds))
 
 
 def _complete_precision(config: Config) -> None:

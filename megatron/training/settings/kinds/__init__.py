@@ -35,6 +35,11 @@ def kinds_in(model: Model) -> list[Kind]:
     return [kind for kind in KINDS if kind.condition.chosen(vars(model))]
 
 
+def mixers_of(model: Model) -> dict[int, Kind]:
+    """For layers, from 0, that mix tokens otherwise than by attention of keys and values: the kind with their mixer."""
+    return {layer: kind for kind in kinds_in(model) for layer, has in enumerate(kind.layers(model)) if has}
+
+
 @dataclass
 class KindSettings(
     expert_kind.ExpertSettings,

@@ -97,15 +97,16 @@ def _prepare(config: Run) -> None:
         raise Refusal(f"--dsa-warm-up with {other}", "is not supported: it trains indexers on all keys", LEAVE_OUT)
 
 
-def _note_balance(config: Run, _: int) -> None:
-    """Say when ranks have unequal work: layouts balance Ring ranks, and Ulysses ranks divide the queries of one."""
+def _note_balance(config: Run) -> str | None:
+    """When ranks have unequal work: layouts balance Ring ranks, and Ulysses ranks divide the queries of one."""
     parallel = config.parallel
     ranks = parallel.ulysses_parallel_size * parallel.ring_parallel_size
-    if DSA.chosen(vars(config.model)) and not config.model.dsa_warm_up and parallel.ulysses_parallel_size > 1:
-        config.notes.append(
-            f"{FLAG} is not balanced over --ulysses-parallel-size {parallel.ulysses_parallel_size}: the busiest rank "
-            f"has up to {2 - 1 / ranks:.2f} times the mean work; --ring-parallel-size {ranks} alone is even"
-        )
+    if config.model.dsa_warm_up or parallel.ulysses_parallel_size == 1:
+        return None
+    return (
+        f"{FLAG} is not balanced over --ulysses-parallel-size {parallel.ulysses_parallel_size}: the busiest rank "
+        f"has up to {2 - 1 / ranks:.2f} times the mean work; --ring-parallel-size {ranks} alone is even"
+    )
 
 
 def chooses(model: Model) -> list[bool]:
@@ -140,12 +141,13 @@ KIND = Kind(
     DSA,
     _shape,
     prepare=_prepare,
-    check=_note_balance,
+    note=_note_balance,
     mixer="sparse_attention:sparse_latent_attention",
     layers=lambda model: [1] * model.num_layers,
     options=_options,
     built=lambda model: "sparse_attention:train_indexers_alone" if model.dsa_warm_up else None,
     loss=lambda model: "indexer loss" if model.dsa_indexer_loss_coeff else None,
     starts=chooses,
+    trains=lambda settings: "indexers alone (--dsa-warm-up)" if settings.get("dsa_warm_up") else None,
     differs=lambda model: model.dsa_indexer_topk_freq > 1,
 )

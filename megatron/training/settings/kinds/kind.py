@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +48,8 @@ class Kind(NamedTuple):
         loss: name in the log of a loss of these layers, which modules sum up in ``layer_loss``; None: they have none.
         starts: for each layer, whether it needs nothing that the layer before it hands on, so that a pipeline stage may
             begin with it.
+        note: what to say about the mixer on this grid, where a layer has it; None: nothing.
+        trains: of the settings of a model, also of a checkpoint's, what alone is trained; None: all weights.
         differs: whether layers have different weights, so that each has its own names in checkpoints.
     """
 
@@ -63,6 +65,8 @@ class Kind(NamedTuple):
     built: Callable[[Model], str | None] = lambda model: None
     loss: Callable[[Model], str | None] = lambda model: None
     starts: Callable[[Model], list[bool]] = lambda model: [True] * model.num_layers
+    note: Callable[[Run], str | None] = lambda config: None
+    trains: Callable[[Mapping[str, Any]], str | None] = lambda settings: None
     differs: Callable[[Model], bool] = lambda model: False
 
 

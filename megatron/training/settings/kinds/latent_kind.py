@@ -120,20 +120,19 @@ def _reset_yarn(model: Model) -> bool:
     return changed
 
 
-def _note_ring(config: Run, _: int) -> None:
-    """Say when the ring sends more with keys and values than it would with latents."""
+def _note_ring(config: Run) -> str | None:
+    """When the ring sends more with keys and values than it would with latents."""
     model, parallel = config.model, config.parallel
-    if not model.multi_latent_attention or parallel.ring_parallel_size in (None, 1) or config.chunks.fpdt:
-        return
-    if model.experimental_attention_variant == "dsa":  # its keys are latents
-        return
+    if parallel.ring_parallel_size == 1 or config.chunks.fpdt or parallel.latent_exchange == "latents":
+        return None
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size // parallel.ulysses_parallel_size
     sent, latent = heads * (model.kv_channels + model.v_head_dim), model.kv_lora_rank + model.qk_pos_emb_head_dim
-    if latent < sent and parallel.latent_exchange == "keys":
-        config.notes.append(
-            f"{FLAG}: the ring sends keys and values, {sent} numbers a token and rank; with --latent-exchange latents "
-            f"it sends {latent}, and each rank makes the keys and values of its heads"
-        )
+    if latent >= sent:
+        return None
+    return (
+        f"{FLAG}: the ring sends keys and values, {sent} numbers a token and rank; with --latent-exchange latents "
+        f"it sends {latent}, and each rank makes the keys and values of its heads"
+    )
 
 
 def _shape(model: Model) -> dict[str, Any]:
@@ -157,7 +156,7 @@ KIND = Kind(
     LATENT,
     _shape,
     prepare=_prepare,
-    check=_note_ring,
+    note=_note_ring,
     core=_core,
     mixer="latent_attention:latent_attention",
     layers=lambda model: [1] * model.num_layers,
