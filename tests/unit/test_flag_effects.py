@@ -4,13 +4,16 @@
 There are three lists. ``EFFECTS``: with the flags left of the first ``|``, those in the middle change the values on
 the right, among all values of `built_from_flags.py`. ``SHOWN``: the effect is a file, a message or a number of a run,
 and another test shows it. ``IDLE``: no feature that is switched on reads the flag, and a note says so.
+A setting of a kind of layers that megatron-core gets needs no row, unless it changes more than that.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from functools import cache
+from contextlib import suppress
+from dataclasses import Field
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +22,11 @@ import pytest
 
 from megatron.training.arguments import validate
 from megatron.training.arguments.parser import parse, settings, spellings
+from megatron.training.arguments.suggest import accepted
 from megatron.training.refusal import Refusal
+from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.flag import every as each
+from megatron.training.settings.flag import kinds_of, name_of, reader_of
 from tests.unit.built_from_flags import built
 
 BASE = (
@@ -29,6 +35,8 @@ BASE = (
 )
 RANKS = 4
 MLA = "--multi-latent-attention --position-embedding-type rope"
+SIZES = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 64 --dsa-indexer-topk 8"
+DSA = f"{MLA} --experimental-attention-variant dsa {SIZES}"
 ROPE = "--position-embedding-type rope"
 MAMBA = "--is-hybrid-model --mamba-head-dim 8"
 GDN = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --normalization RMSNorm"
@@ -109,7 +117,6 @@ EFFECTS = f"""
 | --hidden-dropout 0.2 | dropout.hidden
 | --attention-dropout 0.2 | dropout.attention
 | {MOE} | core.num_moe_experts core.moe_ffn_hidden_size layers.experts ...
-{MOE} | --moe-ffn-hidden-size 32 | core.moe_ffn_hidden_size
 {MOE} | --moe-layer-freq 2 | core.moe_layer_freq layers.experts
 {MOE} | --moe-shared-expert-intermediate-size 32 | core.moe_shared_expert_intermediate_size
 {MOE} --moe-shared-expert-intermediate-size 32 | --moe-shared-expert-gate | core.moe_shared_expert_gate
@@ -118,7 +125,6 @@ EFFECTS = f"""
 {MOE} | --moe-router-pre-softmax | core.moe_router_pre_softmax layers.experts
 {MOE} | --moe-router-num-groups 4 --moe-router-group-topk 2 | layers.experts
 {MOE} | --moe-router-topk-scaling-factor 2.5 | layers.experts
-{MOE} | --moe-router-dtype fp32 | core.moe_router_dtype
 {MOE} --moe-router-score-function sigmoid | --moe-router-enable-expert-bias | layers.experts
 {MOE} --moe-aux-loss-coeff 0.1 | --moe-router-load-balancing-type seq_aux_loss | layers.experts
 {MOE} | --moe-aux-loss-coeff 0.1 | layers.experts
@@ -126,39 +132,30 @@ EFFECTS = f"""
 {MOE} | --moe-expert-capacity-factor 1.5 | core.moe_expert_capacity_factor layers.experts
 {MOE} --moe-expert-capacity-factor 1.5 | --moe-token-drop-policy position | layers.experts
 {MOE} {FULL} uniform --recompute-num-layers 1 | --moe-enable-routing-replay | layers.experts
-{MOE} | --moe-token-dispatcher-type alltoall | core.moe_token_dispatcher_type
-{MOE} | --expert-model-parallel-size 2 | core.expert_model_parallel_size
 {MOE} {T2} | --expert-tensor-parallel-size 1 | core.expert_tensor_parallel_size
 | {MLA} | core.multi_latent_attention core.kv_channels ...
 {MLA} | --qk-layernorm | layers.mixers
+{MLA} --qk-layernorm | --latent-norm-epsilon 1e-3 | layers.mixers
 {MLA} --rotary-scaling-factor 4 | --rope-type rope | rope ...
-{MLA} | --q-lora-rank 16 | core.q_lora_rank
-{MLA} | --kv-lora-rank 16 | core.kv_lora_rank
 {MLA} | --qk-head-dim 16 | core.qk_head_dim core.softmax_scale
 {MLA} | --qk-pos-emb-head-dim 16 | core.qk_pos_emb_head_dim core.softmax_scale rope
 {MLA} | --v-head-dim 16 | core.v_head_dim core.kv_channels
 {MLA} --rope-type rope | --rotary-base 5000 | rope
 {MLA} --position-embedding-type yarn --rotary-scaling-factor 4 | --mscale 0.5 | rope
+{DSA} --dsa-indexer-topk-freq 2 | --dsa-indexer-skip-topk-offset 2 | layers.mixers
+{DSA} | --dsa-indexer-rope-interleaved | layers.mixers
+{DSA} | --dsa-indexer-k-norm-epsilon 1e-3 | layers.mixers
 | {GDN} | layers.mixers core.linear_attention_freq ...
 {GDN} | --linear-attention-freq 2 | layers.mixers core.linear_attention_freq
-{GDN} | --linear-conv-kernel-dim 3 | core.linear_conv_kernel_dim
-{GDN} | --linear-key-head-dim 16 | core.linear_key_head_dim
-{GDN} | --linear-value-head-dim 16 | core.linear_value_head_dim
-{GDN} | --linear-num-key-heads 8 | core.linear_num_key_heads
-{GDN} | --linear-num-value-heads 16 | core.linear_num_value_heads
 {GDN} | --linear-attention-exchange relay | layers.mixers
 {GDN} | --linear-attention-kernel blocks | linear-kernel
 | {MAMBA} | core.is_hybrid_model layers.pattern ...
 {MAMBA} | --hybrid-override-pattern M*-M | layers.mixers layers.pattern
 {MAMBA} | --hybrid-attention-ratio 0.5 | layers.mixers layers.pattern
 {MAMBA} | --hybrid-mlp-ratio 0.5 | layers.mixers layers.pattern
-{MAMBA} | --mamba-state-dim 16 | core.mamba_state_dim
 {MAMBA} | --mamba-head-dim 4 | core.mamba_head_dim core.mamba_num_heads
-{MAMBA} | --mamba-num-groups 4 | core.mamba_num_groups
-{MAMBA} | --mamba-num-heads 8 | core.mamba_num_heads
 {MAMBA} | --mamba-dt-min 0.01 | layers.mixers
 {ROPE} | --mtp-num-layers 1 | core.mtp_num_layers ...
-{ROPE} --mtp-num-layers 1 | --mtp-loss-scaling-factor 0.3 | core.mtp_loss_scaling_factor
 | --lora-rank 8 | layers.lora
 --lora-rank 8 | --lora-alpha 16 | layers.lora
 --lora-rank 8 | --lora-targets linear_fc2 linear_qkv | layers.lora
@@ -309,16 +306,50 @@ def test_a_flag_changes_the_listed_values(context: str, flags: str, changed: str
     assert expected <= results and (results == expected or "..." in changed.split()), sorted(results)
 
 
+PROBED = {word for _, flags, _ in rows() for word in flags.split() if word.startswith("--")}
+CORES = [field for _, _, field in settings() if field.metadata.get("core")]
+OF_KINDS = [field for field in CORES if kinds_of(field) and name_of(field) not in PROBED]
+
+
+def values_of(field: Field, default: Any) -> list[list[str]]:
+    """Other values that the flag may have."""
+    if field.type == "bool":
+        return [[]]
+    if choices := field.metadata.get("choices"):
+        return [[str(one)] for one in choices if one != default]
+    return [[str(reader_of(field)((default or 4) * factor))] for factor in (2, 0.5)]
+
+
+@pytest.mark.parametrize("field", OF_KINDS, ids=lambda field: field.name)
+def test_a_setting_of_a_kind_of_layers_reaches_megatron_core(field: Field):
+    """In a model with such layers, which the first accepted command line gives; the value is the first accepted one."""
+    kind = kinds_of(field)[0]
+    value = [] if kind.value or "bool" in ModelConfig.__dataclass_fields__[kind.switch].type else ["4"]
+    words = [*BASE.split(), "--train-iters", "20", *kind.flag.split(), *value]
+    try:
+        config = parse(words, world_size=RANKS)
+    except Refusal as refusal:
+        words = accepted(refusal, words, partial(parse, world_size=RANKS))
+        config = parse(words, world_size=RANKS)
+    (default,) = (getattr(part, field.name) for _, part, one in config.settings() if one.name == field.name)
+    for value in values_of(field, default):
+        with suppress(Refusal):
+            changed = parse([*words, name_of(field), *value], world_size=RANKS)
+            break
+    before, after = built(config, RANKS), built(changed, RANKS)
+    name = field.name if field.metadata["core"] is True else field.metadata["core"]
+    assert {one for one in {*before, *after} if before.get(one) != after.get(one)} == {f"core.{name}"}
+
+
 def names(flag: str, field: str, text: str) -> bool:
     return re.search(rf"{flag}(?![\w-])|\b{field}\b", text) is not None
 
 
 def test_every_setting_has_a_test_of_its_effect():
-    probed = [word for _, flags, _ in rows() for word in flags.split() if word.startswith("--")]
     own = Path(__file__).read_text()
     for _, _, field in settings():
         flag = spellings(field)[0]
-        if flag in probed or field.name in ALWAYS or re.search(rf"{flag}(?![\w-])", own):
+        if flag in PROBED or field in OF_KINDS or field.name in ALWAYS or re.search(rf"{flag}(?![\w-])", own):
             continue
         assert any(names(flag, field.name, text) for text in ELSEWHERE), f"test what {flag} does"
 
