@@ -17,6 +17,15 @@ def worst(errors: float | Iterable) -> float:
     return inf if isnan(errors) else float(errors)
 
 
+def limit_of_rounding(usual: float, moved: float | Iterable, most: float) -> float:
+    """A limit of errors: the usual one, or twice what the last bits of weights moved on one process.
+
+    That is below ``most``, or it is not rounding alone.
+    """
+    assert worst(moved) < most, f"{worst(moved):.1e}"
+    return max(usual, 2 * worst(moved))
+
+
 def change_last_bits(weights: Iterable[Tensor]) -> None:
     """Change each weight by about its last bit. What this changes in results is rounding, not an error."""
     generator = torch.Generator().manual_seed(5)
