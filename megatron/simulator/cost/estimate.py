@@ -131,8 +131,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
         add(total, last, batches / 3)
         others += (pipeline - 1) * sum(forward.values()) * held.layers
         if strategy.zero >= 2:
-            gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
-            waited = max((1 - machine.calibration.overlap) * gather, gather - sum(forward.values()))
+            _, waited = _gathering(strategy, held, sum(forward.values()), machine)
             total["dp"] = total.get("dp", 0.0) + batches * waited * held.layers
     if pipeline > 1:
         _pipeline(total, others, workload, strategy, machine, program)
@@ -192,6 +191,19 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
     return took
 
 
+def _exposed(took: float, layer: float, machine: Machine) -> float:
+    """Seconds that transfers add to a layer that computes at the same time."""
+    return max((1 - machine.calibration.overlap) * took, took - layer)
+
+
+def _gathering(strategy: Strategy, held: States, forward: float, machine: Machine) -> tuple[float, float]:
+    """ZeRO 2 and 3: (seconds to gather a layer's weights, those of them that the layer before it does not hide)."""
+    gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
+    if held.experts and strategy.group("expert dp").size > 1:  # at the same time, from a group of their own
+        gather += transfer_seconds(gather_parameters(strategy, held.experts / held.layers, "expert dp"), machine)
+    return gather, _exposed(gather, forward, machine) if strategy.overlap_param_gather else gather
+
+
 def _sharded_layers(
     parts: Parts,
     forward: float,
@@ -206,18 +218,15 @@ def _sharded_layers(
 
     ``rooted``: the output layer belongs to FSDP's root.
     """
-    gather = transfer_seconds(gather_parameters(strategy, held.layer), machine)
+    gather, waited = _gathering(strategy, held, forward, machine)
     scatter = transfer_seconds(reduce_gradients(strategy, held.layer, program.gradients), machine)
-    if held.experts and strategy.group("expert dp").size > 1:  # at the same time, from a group of their own
+    if held.experts and strategy.group("expert dp").size > 1:
         each = held.experts / held.layers  # on average
-        gather += transfer_seconds(gather_parameters(strategy, each, "expert dp"), machine)
         scatter += transfer_seconds(reduce_gradients(strategy, each, program.gradients, "expert dp"), machine)
     again = gather if strategy.zero == 3 else 0.0
-    slowdown = 1 - machine.calibration.overlap
     weights, gradients = strategy.overlap_param_gather, strategy.overlap_grad_reduce
-    waited = max(slowdown * gather, gather - forward) if weights else gather
-    overlapped = again * weights + scatter * gradients
-    waited += max(slowdown * overlapped, overlapped - backward) + again * (not weights) + scatter * (not gradients)
+    waited += _exposed(again * weights + scatter * gradients, backward, machine)
+    waited += again * (not weights) + scatter * (not gradients)
     # The embedding is gathered first and reduced last. The transfers of a separate output layer overlap the layers. An
     # output layer that is tied, or read by a chunked loss, is part of FSDP's root and transferred with the embedding.
     alone = held.ends if rooted or program.runs != "ours" or not (weights and gradients) else held.table
@@ -226,7 +235,7 @@ def _sharded_layers(
         + transfer_seconds(reduce_gradients(strategy, size, program.gradients), machine)
         for size in (alone, held.ends - alone)
     )
-    ends += slowdown * hidden
+    ends += (1 - machine.calibration.overlap) * hidden
     copies = split_and_join(strategy, held.all + held.experts)
     parts["memory"] = parts.get("memory", 0.0) + kernel_seconds(copies, machine)
     # Nothing overlaps the first layer's weights, the last gradients and the root's transfers.
@@ -238,14 +247,13 @@ def _exposed_states(
     forward: Parts, backward: Parts, strategy: Strategy, held: States, machine: Machine, program: Program
 ) -> float:
     """DDP and ZeRO 1: seconds of transfers that the last backward and the first forward pass do not overlap."""
-    slowdown = 1 - machine.calibration.overlap
 
     def exposed(took: float, overlapped: bool, layer: float) -> float:
         if not overlapped:
             return took
         # Nothing overlaps the last transfers of gradients (the embedding's and a bucket) or the first of weights.
         tail = took * min(1.0, (last_bucket(strategy, held, ours=program.runs == "ours") + held.table) / held.all)
-        return tail + max(slowdown * (took - tail), took - tail - layer * held.layers)
+        return tail + _exposed(took - tail, layer * held.layers, machine)
 
     reduce = transfer_seconds(reduce_gradients(strategy, held.all, program.gradients), machine)
     gather = transfer_seconds(gather_parameters(strategy, held.all), machine)
