@@ -75,5 +75,5 @@ def by_formula(sizes: Sizes, device: float, host: float) -> dict[str, int]:
 
 def fits(plan: Plan, sizes: Sizes, device: float, host: float) -> bool:
     work, strategy = workload(plan, sizes), plan.strategy()
-    needed = host_memory(work, strategy, 2, streamed=True).total
+    needed = host_memory(work, strategy.but(stream_hidden=True), 2).total
     return device_memory(work, strategy).total <= device and needed <= host

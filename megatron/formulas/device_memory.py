@@ -101,14 +101,7 @@ def device_memory(
         optimizer=states.optimizer,
         activations=kept + always,
         temporary=temporary,
-        host=host_memory(
-            workload,
-            strategy,
-            itemsize,
-            streamed=strategy.stream_hidden,
-            block=strategy.recompute == "full" and strategy.recompute_method == "block",
-            fused=fused,
-        ).total,
+        host=host_memory(workload, strategy, itemsize, fused).total,
     )
 
 

@@ -67,27 +67,18 @@ class HostBytes:
 
 
 @lru_cache(maxsize=8192)
-def host_memory(
-    workload: Workload,
-    strategy: Strategy,
-    itemsize: int,
-    *,
-    streamed: bool = False,
-    block: bool = False,
-    fused: bool = True,
-) -> HostBytes:
+def host_memory(workload: Workload, strategy: Strategy, itemsize: int, fused: bool = True) -> HostBytes:
     """Bytes that a rank of the first pipeline stage offloads; that stage has the most micro-batches in flight.
 
     Args:
         itemsize: bytes of a number in the compute dtype.
-        streamed: --fpdt-stream-hidden.
-        block: --recompute-method block, with ``strategy.recompute_layers`` of each stage, instead of uniform.
         fused: with kernels of a GPU.
     """
     shape, batch = workload.shape, strategy.micro_batch
     ring_tokens = workload.seq_length // strategy.ring * batch
     tokens = ring_tokens // strategy.ulysses // (strategy.tensor if strategy.sequence_parallel else 1)
-    recomputed = strategy.recompute == "full"
+    recomputed, streamed = strategy.recompute == "full", strategy.stream_hidden
+    block = strategy.recompute_method == "block"
     layers = strategy.most_layers(shape.layers)
     keeping, saved, passing = _layers(layers, strategy, block)
     in_flight = strategy.pipeline + (strategy.pipeline - 1 if strategy.virtual > 1 else 0)

@@ -21,7 +21,6 @@ from megatron.simulator.dry_run.allocation.allocator import (
 from megatron.simulator.dry_run.allocation.reserved import (
     Allocations,
     NoPattern,
-    Reserved,
     added,
     extrapolated,
     lifetimes,
@@ -446,7 +445,3 @@ def test_reserved_memory_of_a_shortened_step_equals_that_of_a_complete_step(flag
     assert few.ranks[-1].layers[1] < few.ranks[-1].layers[0] and not few.ranks[-1].reserved.scaled
     own = module.reserved([every], [12], 12, 1e12, 32 * MIB)
     assert few.ranks[-1].reserved.bytes == own.bytes
-
-
-def test_without_a_gpu_nothing_is_reserved() -> None:
-    assert Reserved().bytes == {} and not Reserved().scaled

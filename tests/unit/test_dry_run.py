@@ -16,6 +16,7 @@ from megatron.simulator.dry_run.allocation.reserved import Reserved, runtime_mem
 from megatron.simulator.dry_run.dry_run import DryRun, Figures, RankReport, dry_run, ranks_of, run_job, too_full
 from megatron.simulator.dry_run.dry_run_report import verdict
 from megatron.simulator.dry_run.one_rank import run_rank
+from megatron.simulator.dry_run.replay import replay
 from megatron.simulator.machines.machine import Calibration, Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.training.arguments.parser import parse
@@ -113,8 +114,6 @@ def test_stages_of_unequal_depth():
 
 def test_a_gpu_copies_on_separate_streams():
     config = config_of(f"--fpdt --fpdt-chunk-size 64 --bf16 {RECOMPUTE} --num-layers 1 --global-batch-size 1", 1)
-    from megatron.simulator.dry_run.one_rank import run_rank
-
     gpu, cpu = (run_rank(config, 1, 0, 301, machine=machine) for machine in (load("A100-80G"), None))
     copies, on_cpu = ([e for e in x.trace.events if isinstance(e, HostCopy)] for x in (gpu, cpu))
     waited = {ticket for e in gpu.trace.events if isinstance(e, Wait) for ticket in e.tickets}
@@ -126,8 +125,6 @@ def test_a_gpu_copies_on_separate_streams():
 def test_layer_inputs_leave_the_device_before_the_backward_pass():
     flags = f"--fpdt --fpdt-chunk-size 512 --no-fpdt-offload --bf16 {RECOMPUTE} --seq-length 1024 --num-layers 4"
     flags += " --max-position-embeddings 1024 --global-batch-size 1"
-    from megatron.simulator.dry_run.one_rank import run_rank
-
     machine = load("A100-80G")
     on_device, in_host = (
         run_rank(config_of(f"{flags} {more}", 1), 1, 0, 301, machine=machine) for more in ("", "--offload-checkpoints")
@@ -141,8 +138,6 @@ def test_layer_inputs_leave_the_device_before_the_backward_pass():
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 def test_a_ring_moves_keys_and_neither_queries_nor_sums(balance):
     """docs/inside/host-copies.md, "What is copied", describes this for a forward pass of FPDT."""
-    from megatron.simulator.dry_run.one_rank import run_rank
-
     flags = f"--fpdt --fpdt-chunk-size 64 --ring-parallel-size 2 --context-parallel-balance {balance} --bf16"
     config = config_of(f"{flags} --num-layers 1 --global-batch-size 1 --group-query-attention --num-query-groups 2", 2)
     events = run_rank(config, 2, 1, 301, machine=load("A100-80G")).trace.events
@@ -177,9 +172,6 @@ def test_weights_arrive_while_the_previous_layer_computes():
     """Long compute hides FSDP's transfers, except the first gather and the last reduction."""
     wide = "--hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --max-position-embeddings 8192 --num-layers 4"
     config = config_of(f"{wide} --zero-stage 3 --bf16 --ulysses-parallel-size 4 --global-batch-size 1", 4)
-    from megatron.simulator.dry_run.one_rank import run_rank
-    from megatron.simulator.dry_run.replay import replay
-
     machine = load("A100-80G")
     trace = run_rank(config, 4, 0, 301, machine=machine).trace
     replayed = replay(trace, replace(machine, calibration=Calibration()))
@@ -363,8 +355,6 @@ def test_other_memory_of_the_process_is_not_counted():
 
 def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
     """The garbage collector lists tensors from before the step in any order."""
-    from megatron.simulator.dry_run.one_rank import run_rank
-
     flags = "--num-layers 1 --global-batch-size 2 --bf16 --zero-stage 3 --ulysses-parallel-size 2"
     config, objects = config_of(flags, 2), gc.get_objects
     result = []
@@ -377,8 +367,6 @@ def test_allocations_come_in_the_same_order_in_every_process(monkeypatch):
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
 def test_a_hop_of_a_ring_takes_as_long_as_its_larger_direction(balance):
     """On a ring of two ranks, each sends while it receives, and the two messages have different sizes."""
-    from megatron.simulator.dry_run.one_rank import run_rank
-
     flags = f"--ring-parallel-size 2 --context-parallel-balance {balance} --num-layers 1 --global-batch-size 1"
     sent, arrived = [], []
     for rank in range(2):

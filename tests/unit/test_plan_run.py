@@ -24,7 +24,7 @@ from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.explain import losing, padded_length, padding_words, uncertain_words, winning
 from megatron.simulator.planner.limits import best_of, offers, offers_table
 from megatron.simulator.planner.plans import Problem, priced
-from megatron.simulator.planner.request import Request, packed
+from megatron.simulator.planner.request import Request, packed, read_lengths
 from megatron.simulator.planner.run_cost import (
     Prices,
     Rates,
@@ -39,6 +39,7 @@ from megatron.simulator.planner.search import search
 from megatron.simulator.planner.search_space import Limits
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
+from tests.unit.test_planner import flags_of, message
 from tools import plan, plan_options
 
 K, GIB = 1024, 2**30
@@ -129,8 +130,8 @@ def test_keys_of_trees_are_counted(window: int) -> None:
     at = torch.arange(33)
     pairs = int(mask.allowed(at[:, None], at[None]).sum())
     assert packed("prompt:12,answers:3,answer:7", 33, window).keys == pytest.approx(pairs / 33)
-    for text, message in (("prompt:12,answers:3,answer:8", "36 tokens"), ("prompt:12,answers:3", "give prompt")):
-        with pytest.raises(Refusal, match=message):
+    for text, words in (("prompt:12,answers:3,answer:8", "36 tokens"), ("prompt:12,answers:3", "give prompt")):
+        with pytest.raises(Refusal, match=words):
             packed(text, 33)
 
 
@@ -221,8 +222,6 @@ def test_the_index_is_what_our_own_preprocessing_writes(tmp_path: Path) -> None:
     for length in (7, 30):
         builder.add_document(np.zeros(length, np.int32), [length])
     builder.finalize(str(tmp_path / "d.idx"))
-    from megatron.simulator.planner.request import read_lengths
-
     assert read_lengths(tmp_path / "d.idx") == [7, 30]
 
 
@@ -317,9 +316,7 @@ LLAMA = "--model llama3-8b --gpu H100-80G".split()
 
 
 def output_of(capsys: pytest.CaptureFixture, options: str, code: int = 0) -> str:
-    assert plan.main([*LLAMA, *options.split()]) == code
-    printed = capsys.readouterr()
-    return " ".join((printed.err if code else printed.out).split())
+    return message(capsys, *LLAMA, *options.split(), code=code)
 
 
 def test_a_length_with_few_divisors_gets_a_suggested_padding(capsys: pytest.CaptureFixture) -> None:
@@ -354,9 +351,8 @@ def test_twelve_gpus_are_six_on_each_of_two_nodes(capsys: pytest.CaptureFixture,
     text = output_of(capsys, f"--gpus 12 --seq-length 8K --global-batch 12 --json {file}")
     assert "12 x H100-80G, global batch 12, 6 of a node's 8 in use" in text
     for row in json.loads(file.read_text()):
-        words = shlex.split(row["command"])
-        assert words[words.index("--nproc-per-node") + 1] == "6" and words[words.index("--nnodes") + 1] == "2"
-        parse(words[words.index("pretrain_llama.py") + 1 :], None, 12)
+        assert "--nproc-per-node 6 --nnodes 2 " in row["command"]
+        parse(flags_of(row["command"]), None, 12)
 
 
 @pytest.mark.parametrize("gpus, used", [(3, 8), (8, 8), (24, 8), (12, 6), (20, 5), (14, 7), (9, None), (13, None)])
@@ -391,8 +387,7 @@ def test_three_heads_are_planned_as_the_program_takes_them(capsys: pytest.Captur
     assert plan.main(options.split()) == 0
     for row in json.loads(file.read_text()):
         assert row["tensor"] == row["ulysses"] == 1
-        words = shlex.split(row["command"])
-        parse(words[words.index("pretrain_llama.py") + 1 :], None, 8)
+        parse(flags_of(row["command"]), None, 8)
 
 
 # The ten questions of docs/use/planner.md: each command runs and prints the page's figures.

@@ -15,9 +15,9 @@ from examples.reproduce.record_price import family, predict, published_rate, sha
 from megatron.formulas.flops import forward_flops
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, step_parts
+from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.layer_program import OURS, Program, as_run, computed_again
 from megatron.simulator.cost.seconds import sustained
-from megatron.simulator.cost.step_operations import micro_batch
 from megatron.simulator.machines.machine_file import known, load
 from megatron.training.refusal import Refusal
 from tools import plan_options
@@ -217,8 +217,8 @@ def step(program: Program = OURS, machine=H100, **grid: object) -> float:
 
 
 def test_our_program_has_its_usual_price():
-    work = micro_batch(Workload(LLAMA, 8192), Strategy())
-    assert as_run(work.forward, LLAMA, OURS) == list(work.forward) and computed_again(work.forward, OURS) == []
+    forward, _ = layer(Workload(LLAMA, 8192), Strategy())
+    assert as_run(forward, LLAMA, OURS) == forward and computed_again(forward, OURS) == []
     assert step() == step(OURS) and "launching" not in step_parts(Workload(LLAMA, 8192), Strategy(), H100)
 
 

@@ -306,7 +306,7 @@ def test_time_and_memory_are_those_of_dry_runs(case: Case) -> None:
     assert 0.99 * host <= memory.host <= (1 + TOLERANCE) * host
 
 
-@names(CASES)
+@names([*CASES, *(pytest.param(one, marks=pytest.mark.full) for one in MORE)])
 @pytest.mark.usual(0, 1, 3)
 def test_a_step_takes_as_long_as_its_dry_run(case: Case, gpu: str = "A100-80G") -> None:
     machine, ranks = load(gpu), case.strategy.ranks
@@ -341,27 +341,9 @@ def test_heads_of_256_run_on_the_kernel_that_takes_them(gpu: str) -> None:
 def test_in_fp8_a_step_takes_as_long_as_its_dry_run(case: Case, recipe: str) -> None:
     """--fp8-format: Transformer Engine's layers on H100, with each recipe."""
     machine, ranks = load("H100-80G"), case.strategy.ranks
-    given = [
-        "--fp8-format",
-        "hybrid",
-        "--fp8-recipe",
-        recipe,
-        "--dry-run",
-        "--gpu",
-        "H100-80G",
-        "--world-size",
-        str(ranks),
-    ]
-    config = parse([*flags(case), *given], dict(LLAMA), ranks)
+    given = f"--fp8-format hybrid --fp8-recipe {recipe} --dry-run --gpu H100-80G --world-size {ranks}"
+    config = parse([*flags(case), *given.split()], dict(LLAMA), ranks)
     result = dry_run(config, ranks, machine, vocab_size=SHAPE.vocab, every_layer=True)
     estimated, plain = (estimate(case.workload, case.strategy, machine, Program(fp8=fp8)) for fp8 in (True, False))
-    assert (
-        estimated.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
-        and estimated.seconds < 0.95 * plain.seconds
-    )
-
-
-@pytest.mark.full
-@names(MORE)
-def test_more_steps_take_as_long_as_their_dry_runs(case: Case) -> None:
-    test_a_step_takes_as_long_as_its_dry_run(case)
+    assert estimated.seconds == pytest.approx(result.predicted_seconds, rel=TOLERANCE)
+    assert estimated.seconds < 0.95 * plain.seconds

@@ -20,7 +20,6 @@ from megatron.simulator.cost.operations import Parts, Segment, add, price, price
 from megatron.simulator.cost.seconds import kernel_seconds, transfer_seconds
 from megatron.simulator.cost.step_operations import (
     States,
-    busiest_stage,
     ends,
     gather_parameters,
     last_bucket,
@@ -46,7 +45,6 @@ class Estimate:
     flops: float  # of the model in a step, all ranks together: causal, without recompute
     mfu: float  # `flops` over the FLOPs that the GPUs' peak allows in the time
     mfu_full_mask_with_recompute: float  # as older papers count it: with the full mask and with recompute
-    tflops: float  # TFLOP/s per GPU, of `flops`
     tokens_per_second: float  # of all ranks
 
 
@@ -66,7 +64,6 @@ def estimate(workload: Workload, strategy: Strategy, machine: Machine, program: 
         flops=flops,
         mfu=flops / capacity,
         mfu_full_mask_with_recompute=full_mask_flops / capacity,
-        tflops=flops / seconds / strategy.ranks / 1e12,
         tokens_per_second=workload.global_batch * workload.seq_length / seconds,
     )
 
@@ -108,7 +105,7 @@ def step_parts(workload: Workload, strategy: Strategy, machine: Machine, program
             add(parts, mean, held.layers)
         return held, add(parts, last) if stage == pipeline - 1 else parts, forward, backward
 
-    busiest = on_stage(busiest_stage(strategy))
+    busiest = on_stage(pipeline - 1)  # which has the loss
     others = (pipeline - 1) * (sum(busiest[1].values()) - sum(last.values()))
     if shape.mixed and pipeline > 1:
         stages = [on_stage(stage) for stage in range(pipeline)]
@@ -186,8 +183,8 @@ def pass_seconds(workload: Workload, strategy: Strategy, machine: Machine) -> fl
         layers_with_experts = workload.shape.with_experts(0, workload.shape.layers)
         span = 0, workload.shape.layers
         for work, share in layer_works(sample, layers_with_experts / workload.shape.layers, span):
-            passes = priced_layer(work, _layer_key(layer_strategy), machine)
-            took += share * layers * sum(sum(part.values()) for part in passes)
+            passes = layer_passes(work, _layer_key(layer_strategy), machine, OURS)  # as `step_parts` calls it
+            took += share * layers * sum(sum(host_bound(*one).values()) for one in passes)
     return took
 
 
@@ -320,14 +317,6 @@ def layer_passes(
     forward, backward = (as_run(part, workload.shape, program) for part in layer(workload, strategy))
     backward = computed_again(forward, program) + backward
     return _priced(forward, machine, program), _priced(backward, machine, program, backward=True)
-
-
-def priced_layer(
-    workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS
-) -> tuple[Parts, Parts]:
-    """Seconds of a layer's forward and backward pass in a micro-batch, at least those that the host needs."""
-    forward, backward = layer_passes(workload, strategy, machine, program)
-    return host_bound(*forward), host_bound(*backward)
 
 
 def _priced(

@@ -20,7 +20,6 @@ from statistics import NormalDist
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate
 from megatron.simulator.cost.layer_operations import layer
-from megatron.simulator.cost.layer_program import OURS, Program, as_run
 from megatron.simulator.cost.operations import Segment
 from megatron.simulator.cost.seconds import kernel_seconds
 from megatron.simulator.machines.machine import Machine
@@ -113,23 +112,20 @@ def largest_of(ranks: int, variation: float) -> tuple[float, float]:
 # step.
 
 
-def step_spread(
-    workload: Workload, strategy: Strategy, machine: Machine, jitter: Jitter, program: Program = OURS
-) -> Spread:
+def step_spread(workload: Workload, strategy: Strategy, machine: Machine, jitter: Jitter) -> Spread:
     """Mean and 95th percentile of a step's seconds; without jitter both are the seconds of ``estimate``."""
-    seconds = estimate(workload, strategy, machine, program).seconds
-    return spread(seconds, step_waits(workload, strategy, machine, program), strategy.ranks, jitter)
+    seconds = estimate(workload, strategy, machine).seconds
+    return spread(seconds, step_waits(workload, strategy, machine), strategy.ranks, jitter)
 
 
-def step_waits(workload: Workload, strategy: Strategy, machine: Machine, program: Program = OURS) -> Waits:
+def step_waits(workload: Workload, strategy: Strategy, machine: Machine) -> Waits:
     """Waits of a step. In a pipeline they include the bubble, in which other stages compute."""
     result, compute = Waits(), 0.0
     shared = strategy.group("dp").size
     times = strategy.micro_batches(workload) + (strategy.pipeline - 1) / strategy.virtual
     for layer_strategy, layers in strategy.layer_kinds(strategy.most_layers(workload.shape.layers)):
         for work, share in workload.kinds():
-            for backward, plain in enumerate(layer(work, layer_strategy)):
-                segments = as_run(plain, workload.shape, program)
+            for backward, segments in enumerate(layer(work, layer_strategy)):
                 took = sum(part.count * kernel_seconds(one, machine) for part in segments for one in part.kernels)
                 compute += times * share * layers * took
                 met = waits_by_group_size(segments)

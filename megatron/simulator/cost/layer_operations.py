@@ -24,29 +24,21 @@ from megatron.simulator.cost.kinds.attention_operations import (
     to_sequence,
 )
 from megatron.simulator.cost.kinds.expert_operations import experts, experts_grad
-from megatron.simulator.cost.operations import BF16, Segment, gemm
+from megatron.simulator.cost.operations import BF16, Segment
 from megatron.simulator.cost.row_operations import Rows
 from megatron.simulator.cost.trace import HostCopy
 
 
 def mlp(rows: Rows) -> list[Segment]:
     """Norm, MLP and residual."""
-    shape, inner = rows.shape, rows.shape.ffn // rows.strategy.tensor
-    up = gemm("mlp_up", rows.tokens, inner * (2 if shape.gated else 1), shape.hidden)
-    down = gemm("mlp_down", rows.tokens, shape.hidden, inner)
-    run = rows.run(up, rows.activation(inner), down)
-    return [rows.run(rows.norm(shape.hidden)), *rows.enter(), run, *rows.leave()]
+    inner = rows.shape.ffn // rows.strategy.tensor
+    return [rows.run(rows.norm(rows.shape.hidden)), *rows.mlp("mlp", inner), *rows.leave()]
 
 
 def mlp_grad(rows: Rows) -> list[Segment]:
     """The backward pass of :func:`mlp`."""
-    shape, inner = rows.shape, rows.shape.ffn // rows.strategy.tensor
-    return [
-        *rows.row_grad("mlp_down", inner),
-        rows.run(rows.activation(inner, backward=True)),
-        *rows.column_grad("mlp_up", inner * (2 if shape.gated else 1)),
-        rows.run(rows.norm(shape.hidden, backward=True)),
-    ]
+    inner = rows.shape.ffn // rows.strategy.tensor
+    return [*rows.mlp_grad("mlp", inner), rows.run(rows.norm(rows.shape.hidden, backward=True))]
 
 
 # --- the layer ---

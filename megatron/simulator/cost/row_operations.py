@@ -67,6 +67,20 @@ class Rows:
         transfers = reduce_tokens(self.strategy, self.shape.hidden, self.tokens)
         return [*self.send(*transfers), self.run(self.memory("residual", 3 * BF16 * self.shape.hidden))]
 
+    def mlp(self, name: str, inner: int) -> list[Segment]:
+        """An MLP of ``inner`` numbers on this rank, without its norm and residual."""
+        up = gemm(f"{name}_up", self.tokens, inner * (2 if self.shape.gated else 1), self.shape.hidden)
+        down = gemm(f"{name}_down", self.tokens, self.shape.hidden, inner)
+        return [*self.enter(), self.run(up, self.activation(inner), down)]
+
+    def mlp_grad(self, name: str, inner: int) -> list[Segment]:
+        """The backward pass of :meth:`mlp`."""
+        return [
+            *self.row_grad(f"{name}_down", inner),
+            self.run(self.activation(inner, backward=True)),
+            *self.column_grad(f"{name}_up", inner * (2 if self.shape.gated else 1)),
+        ]
+
     def out(self, width: int) -> list[Segment]:
         """The output projection of ``width`` numbers of all TP ranks, and the residual."""
         product = gemm("attention_out", self.tokens, self.shape.hidden, width // self.strategy.tensor)

@@ -19,7 +19,7 @@ from megatron.formulas.parameters import (
 )
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Axis, Group, Shape, Strategy, Workload
-from megatron.simulator.cost.layer_operations import layer, spread_evenly
+from megatron.simulator.cost.layer_operations import spread_evenly
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective, gemm, memory
 from megatron.simulator.cost.row_operations import all_gather_tokens, reduce_tokens
 from megatron.simulator.cost.trace import HostCopy, Kernel, Transfer
@@ -216,21 +216,6 @@ def split_and_join(strategy: Strategy, parameters: int) -> Kernel:
     return memory("shards", (gathers * 2 * BF16 + BF16 + FP32) * parameters)
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Work of a micro-batch."""
-
-    forward: list[Segment]  # of a layer
-    backward: list[Segment]  # of a layer
-    first: list[Segment]  # both passes of the embedding
-    last: list[Segment]  # both passes of the loss
-
-
-def micro_batch(workload: Workload, strategy: Strategy) -> MicroBatch:
-    """The work of a micro-batch. Raises ValueError if Ulysses does not divide a TP rank's heads."""
-    return MicroBatch(*layer(workload, strategy), *ends(workload, strategy))
-
-
 def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Segment]]:
     """(both passes of the embedding, both passes of the loss), with the copies of streamed hidden states."""
     shape, chunks = workload.shape, chunks_of(workload, strategy)
@@ -249,11 +234,6 @@ def ends(workload: Workload, strategy: Strategy) -> tuple[list[Segment], list[Se
             spread_evenly(spread_evenly(last, back), out),
         )
     return looked_up + summed, last
-
-
-def busiest_stage(strategy: Strategy) -> int:
-    """The last stage, because it has the loss."""
-    return strategy.pipeline - 1
 
 
 def stage_transfer(workload: Workload, strategy: Strategy) -> Transfer:

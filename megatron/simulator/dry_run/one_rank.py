@@ -129,10 +129,6 @@ class RankStep:
     def device_peak(self) -> int:
         return max(sum(kinds.values()) for kinds in self.peaks.values())
 
-    @property
-    def device_peak_by_kind(self) -> dict[str, int]:
-        return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
-
 
 def run_rank(
     config: Config,

@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.table import Table
-
 from megatron.simulator.cost.jitter import Waits
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.trace import Event, HostCopy, Kernel, Phase, Trace, Transfer, Wait
@@ -123,7 +121,6 @@ def with_growth(profile: Profile, begin: int, end: int, times: int) -> Profile:
     return {**profile, "events": [*profile["events"][:begin], *added, *profile["events"][begin:]]}
 
 
-COMPUTE = ("gemm", "attention", "memory")
 HOST = {"to_device": "host load", "to_host": "host store"}
 
 
@@ -150,10 +147,6 @@ class Replay:
     spans: list[Interval]  # events in the order of the trace; empty if they were not kept
     waits: Waits = field(default_factory=Waits)  # compute between collectives that compute waited for
     marks: list[int] = field(default_factory=list)  # number of spans before each phase
-
-    def mfu(self, model_flops: float, peak: float) -> float:
-        """The rank's share of the model's FLOPs, without recompute, over the FLOPs at ``peak`` FLOP/s in this time."""
-        return model_flops / (self.seconds * peak) if self.seconds else 0.0
 
 
 def replay(trace: Trace, machine: Machine, keep_spans: bool = True, repeat: Repeat | None = None) -> Replay:
@@ -319,27 +312,6 @@ def _end_of(ticket: int, done: dict[int, tuple[float, str]]) -> tuple[float, str
     if ticket not in done:
         raise ValueError(f"the trace waits for ticket {ticket}, which nothing before it has issued")
     return done[ticket]
-
-
-def table(result: Replay, machine: Machine, model_flops: float | None = None) -> Table:
-    """A table of the step's time, with a row for each kind of compute and each other stream, the largest share first.
-
-    With this rank's ``model_flops``, the title gives MFU against the peak of the machine's dtype.
-    """
-    title = f"one step on {machine.name}: {duration(result.seconds)}"
-    if model_flops is not None:
-        title += f", MFU {100 * result.mfu(model_flops, machine.peak[machine.dtype]):.1f} %"
-    out = Table("", "busy", "step's time", "share", title=title, title_justify="left")
-    for column in out.columns[1:]:
-        column.justify = "right"
-    names = {*result.exposed, *result.busy} - {"compute"}
-    for name in sorted(names, key=lambda name: (name not in COMPUTE, -result.exposed.get(name, 0.0), name)):
-        exposed = result.exposed.get(name, 0.0)
-        work = exposed if name in COMPUTE else result.busy[name]
-        label = f"compute: {name}" if name in COMPUTE else name if name in HOST.values() else f"communication: {name}"
-        share = exposed / result.seconds if result.seconds else 0.0
-        out.add_row(label, duration(work), duration(exposed), f"{100 * share:.1f} %")
-    return out
 
 
 def duration(seconds: float) -> str:

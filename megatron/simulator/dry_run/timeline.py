@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,14 +35,9 @@ LANES = ("compute", "tp", "ulysses", "ring", "cp", "ep", "dp", "pp")
 NAMES = {"gemm": "matrix products", "memory": "other kernels"}
 
 
-def lanes(result: Replay) -> list[str]:
-    """The streams that occur, compute first, the host last."""
-    return lanes_of({span.stream for span in result.spans})
-
-
-def lanes_of(streams: set[str]) -> list[str]:
-    """Streams in the order in which they are drawn."""
-    last = tuple(HOST.values())
+def lanes(spans: Iterable[Interval]) -> list[str]:
+    """The streams of the spans in the order in which they are drawn: compute first, the host last."""
+    streams, last = {span.stream for span in spans}, tuple(HOST.values())
     others = sorted(streams - {*LANES, *last})
     return [name for name in (*LANES, *others, *last) if name in streams]
 
@@ -80,7 +75,7 @@ def draw(result: Replay, output: str | Path, title: str = "one step") -> None:
     pyplot = pyplot_for_files()
     scale, unit = (1e3, "ms") if result.seconds < 10 else (1.0, "s")
     edges = np.linspace(0.0, result.seconds, COLUMNS + 1)
-    filled, names = shares(result.spans, edges), lanes(result)
+    filled, names = shares(result.spans, edges), lanes(result.spans)
     figure = pyplot.figure(figsize=(12, 1.5 + 0.62 * len(names)), dpi=110, layout="constrained")
     axes = figure.subplots()
     for row, name in enumerate(names):
@@ -238,12 +233,8 @@ def rank_events(result: DryRun, rank: int, detailed: int) -> Iterator[Event]:
     less = f", {len(inside)} of {len(row)} passes in detail" if len(inside) < len(row) else ""
     yield named("process_name", rank, 0, f"rank {rank} ({report.stage} stage{like}{less}), simulated")
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    streams = {
-        name: number
-        for number, name in enumerate(
-            [PHASE_LANE, *lanes_of({x.stream for placed in inside for x in placed.phase.spans})]
-        )
-    }
+    drawn = lanes(span for placed in inside for span in placed.phase.spans)
+    streams = {name: number for number, name in enumerate([PHASE_LANE, *drawn])}
     for name, number in streams.items():
         label = name if name in ("compute", PHASE_LANE, *HOST.values()) else f"{name} stream"
         yield named("thread_name", rank, number, label)

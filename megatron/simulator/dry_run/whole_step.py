@@ -257,21 +257,12 @@ def stage_name(stage: int, stages: int) -> str:
     return "first" if stage == 0 else "last" if stage == stages - 1 else "middle"
 
 
-def whole_step_of(config: Config, programs: dict[str, Program], micro_batches: int) -> WholeStep:
-    """A run's step, from the programs of each kind of stage."""
-    parallel = config.parallel
-    stages = parallel.pipeline_model_parallel_size
-    return whole_step(
-        [programs[stage_name(stage, stages)] for stage in range(stages)],
-        micro_batches,
-        parallel.num_virtual_stages_per_pipeline_rank or 1,
-        parallel.microbatch_group_size_per_virtual_pipeline_stage or 0,
-    )
-
-
-def whole_step(programs: list[Program], micro_batches: int, virtual: int = 1, group: int = 0) -> WholeStep:
-    """Schedule the programs of all stages, given in the order of the stages."""
-    stages = len(programs)
+def whole_step_of(config: Config, by_name: dict[str, Program], micro_batches: int) -> WholeStep:
+    """Schedule the programs of all stages of a run; ``by_name``: of each kind of stage."""
+    stages = config.parallel.pipeline_model_parallel_size
+    programs = [by_name[stage_name(stage, stages)] for stage in range(stages)]
+    virtual = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 0
     slots = [program(stage, stages, micro_batches, virtual, group) for stage in range(stages)]
 
     def done(stage: int, slot: Slot) -> Pass:

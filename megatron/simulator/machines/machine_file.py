@@ -163,7 +163,7 @@ def read_fields(path: Path) -> Json:
     return raw
 
 
-def refuse_unknown(path: Path, where: str, raw: Json, names: list[str]) -> None:
+def refuse_unknown(path: Path | str, where: str, raw: Json, names: list[str]) -> None:
     """Refuse fields of ``raw`` that are not in ``names``; ``where``: the path of the object in the file, with a dot."""
     for key in raw:
         if key not in names:
@@ -180,7 +180,7 @@ def members(path: Path, name: str, value: Any, what: str, names: Iterable[str]) 
     return value
 
 
-def number(path: Path, name: str, value: Any, *, above: bool = True) -> float:
+def number(path: Path | str, name: str, value: Any, *, above: bool = True) -> float:
     """A number above 0; with ``above`` False, of 0 or more."""
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value < 0 or (above and value == 0):
@@ -198,7 +198,7 @@ def whole(path: Path, name: str, value: Any) -> int:
     return int(value)
 
 
-def text(path: Path, name: str, value: Any) -> str:
+def text(path: Path | str, name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise Refusal(f"{path}: {name}: must be text, not {short(value)}")
     return value
@@ -246,9 +246,14 @@ def capability(path: Path, name: str, value: Any) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def kernel_shares(path: Path, name: str, value: Any) -> dict[str, float]:
-    shares = members(path, name, value, "shares by kernel", PRICED)
-    return {kernel: share(path, f"{name}.{kernel}", item) for kernel, item in shares.items()}
+def by_name(read_one: Callable, names: Iterable[str], what: str) -> Callable:
+    """A function that reads a JSON object whose members ``names`` are all read by ``read_one``."""
+
+    def read(path: Path, name: str, value: Any) -> dict[str, Any]:
+        given = members(path, name, value, what, names)
+        return {key: read_one(path, f"{name}.{key}", item) for key, item in given.items()}
+
+    return read
 
 
 def kernel_rates(path: Path, name: str, value: Any) -> dict[str, tuple[Rate, Rate]]:
@@ -261,12 +266,6 @@ def kernel_rates(path: Path, name: str, value: Any) -> dict[str, tuple[Rate, Rat
             raise Refusal(f"{path}: {where}: give attention and attention_backward")
         result[kernel] = tuple(rate(path, f"{where}.{way}", tables[way], POWERS[way]) for way in both)
     return result
-
-
-def crossover(path: Path, name: str, value: Any) -> dict[str, float]:
-    """Rows of a tile by kernel."""
-    rows = members(path, name, value, "rows of a tile by kernel", CROSSOVER)
-    return {kernel: number(path, f"{name}.{kernel}", item) for kernel, item in rows.items()}
 
 
 def attention_blocks(path: Path, name: str, value: Any) -> BlockTable:
@@ -348,17 +347,12 @@ def notes(path: Path, name: str, value: Any) -> dict[str, str]:
     return {key: text(path, f"{name}.{key}", item) for key, item in value.items()}
 
 
-def kinds(path: Path, name: str, value: Any) -> dict[str, Measured]:
-    """Measured figures by kind of transfer."""
-    figures = members(path, name, value, ", ".join(KINDS), KINDS)
-    return {kind: MEASURED(path, f"{name}.{kind}", item) for kind, item in figures.items()}
-
-
 MEASURED = record(Measured, {"bandwidth": number, "latency": seconds}, ("bandwidth", "latency"))
 LINK_FIELDS = {"bandwidth": number, "latency": seconds, "name": label}
 HOST_LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
-LINK = record(Link, LINK_FIELDS | {"kinds": kinds}, ("bandwidth", "latency"))
-NETWORK = record(Link, LINK_FIELDS | {"kinds": kinds, "gpus_per_card": whole}, ("bandwidth", "latency"))
+LINK_FIELDS |= {"kinds": by_name(MEASURED, KINDS, ", ".join(KINDS))}
+LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
+NETWORK = record(Link, LINK_FIELDS | {"gpus_per_card": whole}, ("bandwidth", "latency"))
 ALGORITHM = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
     **dict.fromkeys(("memory", "memory_bandwidth", "host_memory"), number),
@@ -373,10 +367,10 @@ READERS: dict[str, Callable] = {
     "sources": notes,
     "dtype": dtype_name,
     "capability": capability,
-    "kernels": kernel_shares,
+    "kernels": by_name(share, PRICED, "shares by kernel"),
     "kernel_rates": kernel_rates,
     "attention_kernel": kernel_name,
-    "crossover": crossover,
+    "crossover": by_name(number, CROSSOVER, "rows of a tile by kernel"),
     "attention_blocks": attention_blocks,
     "power": record(Power, {"limit": number, "rated": number, "idle": seconds}, ("limit", "rated", "idle")),
     "collectives": collectives,

@@ -233,8 +233,7 @@ def alternatives(winner: Plan, problem: Problem, known: SearchCache | None = Non
         if near:
             plan = max(near, key=lambda plan: min(plan.margin, plan.host_margin))
             sooner = f"{label}: {words(plan.strategy)} would take {duration(winner.seconds - plan.seconds)} less"
-            far = max(-plan.margin / plan.room, -plan.host_margin / plan.host_room)
-            texts.setdefault(plan.strategy, (far, f"{sooner}, but {failing(plan, winner, problem)}."))
+            texts.setdefault(plan.strategy, (plan.lack, f"{sooner}, but {failing(plan, winner, problem)}."))
         if result.plans and result.plans[0].strategy != winner.strategy:
             plan = result.plans[0]
             text = f"{label}: {words(plan.strategy)} is {losing(plan, winner)}."

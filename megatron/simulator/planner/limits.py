@@ -29,11 +29,7 @@ def fits(problem: Problem) -> bool:
 
 def nearest(problem: Problem) -> Fit | None:
     """If no strategy fits, the one that lacks the smallest share of memory; None: the program accepts no grid."""
-
-    def lacking(fit: Fit) -> float:
-        return max(-fit.margin / fit.room, -fit.host_margin / fit.host_room)
-
-    return min(_least_memory_first(problem), key=lacking, default=None)
+    return min(_least_memory_first(problem), key=lambda fit: fit.lack, default=None)
 
 
 def _least_memory_first(problem: Problem) -> Iterator[Fit]:

@@ -18,6 +18,8 @@ from megatron.formulas.papers import model_states as papers_states
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.machines.machine import Machine
+from megatron.simulator.planner.explain import KINDS
+from megatron.simulator.planner.plans import fullest
 from megatron.simulator.planner.search_space import expert_sizes
 from megatron.system.whole_file import save_figure
 from megatron.training.families.named import shape as named_shape
@@ -26,7 +28,6 @@ from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.models import model_shape
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 COLORS = ("#4c72b0", "#55a868", "#8172b3", "#dd8452", "#937860")
 SUFFIXES = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 FPDT_CHUNK = 65536
@@ -150,17 +151,12 @@ def strategies(
 def rows(
     shape: Shape, seq_length: int, strategies: Iterator[Strategy], *, itemsize: int = 2, machine: Machine | None = None
 ) -> list[Row]:
-    """For each strategy, the memory of the pipeline stage that needs most: the first or last if layers are alike."""
+    """For each strategy, the memory of the pipeline stage that needs most."""
     result = []
     for strategy in strategies:
         # Enough sequences for all pipeline stages and data-parallel ranks.
         workload = Workload(shape, seq_length, strategy.data * strategy.pipeline * strategy.micro_batch)
-        stages = range(strategy.pipeline) if shape.mixed else {0, strategy.pipeline - 1}
-        memory = max(
-            (device_memory(workload, strategy, itemsize=itemsize, stage=stage) for stage in stages),
-            key=lambda memory: memory.total,
-        )
-        fits = None
+        memory, fits = fullest(workload, strategy, itemsize), None
         if machine is not None:
             room = machine.usable_memory
             fits = memory.total <= room and memory.host * machine.gpus <= machine.host_memory

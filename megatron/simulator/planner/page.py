@@ -15,14 +15,13 @@ from typing import Any
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import layer_works
+from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.operations import Segment, price
 from megatron.simulator.cost.seconds import copy_seconds, kernel_seconds, transfer_seconds
 from megatron.simulator.cost.step_operations import (
-    busiest_stage,
     embedding,
     embedding_grad,
     ends,
-    layer,
     loss,
     loss_grad,
     states,
@@ -119,7 +118,7 @@ def _seconds(segments: list[Segment], machine: Machine) -> float:
 def _once(workload: Workload, s: Strategy, machine: Machine) -> dict[str, float]:
     """Seconds of the reductions of shared gradients, by axis."""
     result: dict[str, float] = {}
-    for transfer in sum_shared_gradients(workload.shape, s, states(workload.shape, s, busiest_stage(s))):
+    for transfer in sum_shared_gradients(workload.shape, s, states(workload.shape, s, s.pipeline - 1)):
         result[transfer.axis] = result.get(transfer.axis, 0.0) + transfer_seconds(transfer, machine)
     return result
 
@@ -230,11 +229,10 @@ def _name(work: Workload, workload: Workload) -> str:
 def layers(plan: Plan, problem: Problem) -> list[Json]:
     """The work of each stream over time, in seconds, for the passes of a layer, the embedding and the loss."""
     s, workload = plan.strategy, problem.workload
-    stage_layers = s.most_layers(workload.shape.layers)
     drawn = []
-    for layer_strategy, number in s.layer_kinds(stage_layers):
+    for layer_strategy, number in s.layer_kinds(s.most_layers(workload.shape.layers)):
         again = " recomputed" if layer_strategy.recompute == "full" and s.recompute_method == "block" else ""
-        for work, share in _kinds(workload, s, busiest_stage(s)):
+        for work, share in _kinds(workload, s, s.pipeline - 1):
             kind = "" if share == 1 else _name(work, workload)
             for name, segments in zip(("forward", "backward"), layer(work, layer_strategy)):
                 drawn.append(
@@ -244,10 +242,8 @@ def layers(plan: Plan, problem: Problem) -> list[Json]:
                         **lanes(segments, problem.machine),
                     }
                 )
-    last = s.pipeline - 1 == busiest_stage(s)
     for name, segments in zip(("embedding, both passes", "loss, both passes"), ends(workload, s)):
-        if last or name.startswith("embedding"):
-            drawn.append({"name": name, "times": 1, **lanes(segments, problem.machine)})
+        drawn.append({"name": name, "times": 1, **lanes(segments, problem.machine)})
     return drawn
 
 

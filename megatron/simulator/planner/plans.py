@@ -65,6 +65,11 @@ class Fit:
         return self.host_room - self.memory.host
 
     @property
+    def lack(self) -> float:
+        """The larger share of device and host memory that is missing; negative: all of it fits."""
+        return max(-self.margin / self.room, -self.host_margin / self.host_room)
+
+    @property
     def fits(self) -> bool:
         return self.margin >= self.spare and self.host_margin >= 0
 
@@ -102,7 +107,7 @@ def priced(problem: Problem, strategy: Strategy) -> Plan:
     return Plan(strategy, fit.memory, fit.room, fit.host_room, time, spare=fit.spare)
 
 
-def fullest(workload: Workload, strategy: Strategy) -> Memory:
+def fullest(workload: Workload, strategy: Strategy, itemsize: int = 2) -> Memory:
     """Memory of the pipeline stage that needs most.
 
     If layers are alike, this is the first stage (most micro-batches in flight), the second (it also keeps a gradient to
@@ -111,7 +116,8 @@ def fullest(workload: Workload, strategy: Strategy) -> Memory:
     stages = {0, min(1, strategy.pipeline - 1), strategy.pipeline - 1}
     if workload.shape.mixed:
         stages = set(range(strategy.pipeline))
-    return max((device_memory(workload, strategy, stage=stage) for stage in stages), key=lambda memory: memory.total)
+    every = (device_memory(workload, strategy, itemsize=itemsize, stage=stage) for stage in stages)
+    return max(every, key=lambda memory: memory.total)
 
 
 def states_exceed_device(fit: Fit) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.formulas.parameters import stage_parameters
 from megatron.formulas.strategy import Shape
+from megatron.simulator.machines.machine_file import number, refuse_unknown, text
 from megatron.simulator.planner.plans import Plan, Problem
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, short
@@ -54,20 +55,15 @@ class Interrupted:
 
 def read_rates(path: Path) -> Rates:
     """The rates of a JSON file. Raises Refusal if the file cannot be read, or a field is unknown, missing or wrong."""
-    names = [field.name for field in fields(Rates)]
-    raw = read_json(path, "--failures")
+    where, raw = f"--failures {path}", read_json(path, "--failures")
     if not isinstance(raw, dict) or "gpu_hours_per_failure" not in raw:
-        raise Refusal(f"--failures {path}: give an object with gpu_hours_per_failure (docs/use/planner.md)")
+        raise Refusal(f"{where}: give an object with gpu_hours_per_failure (docs/use/planner.md)")
+    refuse_unknown(where, "", raw, [field.name for field in fields(Rates)])
     for name, value in raw.items():
-        if name not in names:
-            raise Refusal(f"--failures {path}: {name}: no such field; fields are {', '.join(names)}")
         if name == "source":
-            if not isinstance(value, str):
-                raise Refusal(f"--failures {path}: source: must be text, not {short(value)}")
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not (number and (value > 0 or (value == 0 and name in names[1:4:2]))):
-            raise Refusal(f"--failures {path}: {name}: must be a number above 0, not {short(value)}")
+            text(where, name, value)
+        else:
+            number(where, name, value, above=name not in ("restart_minutes", "save_seconds"))
     return Rates(**raw)
 
 
@@ -201,19 +197,18 @@ def read_prices(path: Path) -> Prices:
     Raises:
         Refusal: the file has another form.
     """
-    raw = read_json(path, "--prices")
+    where, raw = f"--prices {path}", read_json(path, "--prices")
     hours = raw.get("gpu_hour") if isinstance(raw, dict) else None
     if not isinstance(hours, dict) or not hours:
-        raise Refusal(f'--prices {path}: give {{"currency": "USD", "gpu_hour": {{"H100-80G": 2.5}}}}')
+        raise Refusal(f'{where}: give {{"currency": "USD", "gpu_hour": {{"H100-80G": 2.5}}}}')
     for name, price in hours.items():
-        if not isinstance(price, int | float) or isinstance(price, bool) or not 0 < price < math.inf:
-            raise Refusal(f"--prices {path}: gpu_hour.{name}: must be a number above 0, not {short(price)}")
+        number(where, f"gpu_hour.{name}", price)
     currency = raw.get("currency", "USD")
     if not isinstance(currency, str) or len(currency) > 20 or not currency.isprintable() or set("[]") & set(currency):
-        raise Refusal(f"--prices {path}: currency: must be a short name such as USD, not {short(currency)}")
+        raise Refusal(f"{where}: currency: must be a short name such as USD, not {short(currency)}")
     source = raw.get("source", "")
     if not isinstance(source, str) or len(source) > 200 or not source.isprintable():
-        raise Refusal(f"--prices {path}: source: must be a short text, not {short(source)}")
+        raise Refusal(f"{where}: source: must be a short text, not {short(source)}")
     return Prices(hours, currency, source)
 
 

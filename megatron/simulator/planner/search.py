@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heapreplace
+from itertools import count
 
 from megatron.formulas.strategy import Strategy, Workload
 from megatron.simulator.cost.estimate import estimate, pass_seconds, step_parts
@@ -18,28 +19,11 @@ from megatron.simulator.cost.operations import Parts
 from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import load
 from megatron.simulator.planner.plans import Grid, Plan, Problem, better, memory_fit, priced, states_exceed_device
-from megatron.simulator.planner.search_space import (
-    Limits,
-    fpdt_savings,
-    grids,
-    on_grid,
-    plain_savings,
-    recompute_savings,
-    savings,
-    unit_savings,
-    within,
-    zero_stages,
-)
+from megatron.simulator.planner.search_space import Limits, grids, on_grid, savings, within, zero_stages
 from megatron.training.arguments.stages import strategy_of, workload_of
 from megatron.training.settings.config import Config
 
-# FPDT takes at least this share of the time of a step with a chunked FFN; its chunked loss may save a little time.
-NEVER_FASTER = 0.99
-# The order of savings is that under ZeRO 1. With another stage those that take at most this much longer may be faster.
-NEAR = 1.01
 ROUNDING = 1 - 1e-9  # factor on a lower bound, against rounding errors of sums in another order
-
-GROUPS = (plain_savings, recompute_savings, fpdt_savings, unit_savings)
 
 Entry = tuple[float, int, Strategy]
 """Seconds of a micro-batch, number of a strategy, the strategy."""
@@ -52,16 +36,15 @@ class Ranked:
     the price of a simpler strategy, without recompute or host copies, serves as a lower bound.
 
     Args:
-        strategies: pairs of a number and a strategy.
         seconds: a function that returns a strategy's seconds.
     """
 
-    def __init__(self, strategies: Iterable[tuple[int, Strategy]], seconds: Callable[[Strategy], float]) -> None:
+    def __init__(self, strategies: Iterable[Strategy], seconds: Callable[[Strategy], float]) -> None:
         self._seconds = seconds
         self._priced: dict[Strategy, float] = {}
         self._ranked: list[Entry] = []
         # (seconds or a lower bound, whether it is the strategy's price, number, simpler strategies and the strategy)
-        self._waiting = [(0.0, False, number, simpler(strategy)) for number, strategy in strategies]
+        self._waiting = [(0.0, False, number, simpler(strategy)) for number, strategy in enumerate(strategies)]
         heapify(self._waiting)
 
     def at(self, place: int) -> Entry | None:
@@ -108,58 +91,21 @@ def fastest_savings(
 
     Their order does not depend on ZeRO and PP, so many grids share it. It depends on DP only if samples differ, because
     DP waits for the sample with most pairs (`Strategy.slowest`).
-
-    A step without recompute is the fastest. FPDT, which computes projections and FFN twice, is not faster than a step
-    with a chunked FFN. A group of savings is therefore ranked only when its bound is reached. Recompute in units of
-    several layers is ranked after recompute layer by layer.
     """
     shared = base.but(
         data=base.data if workload.spread else 1, pipeline=1, virtual=1, zero=1, first_less=0, last_less=0
     )
-    groups, places = [_ranked(workload, shared, machine, limits, plain_savings, orders)], [0]
-    first = groups[0].at(0)
-    least = first[0] if first else 0.0
-    later = [(least, recompute_savings)]
-    if limits.fpdt_chunk != (0,):
-        later.append((least, fpdt_savings))
-    with_units = False
-    while True:
-        candidates = [(entry, index) for index, ranked in enumerate(groups) if (entry := ranked.at(places[index]))]
-        if later and (not candidates or min(candidates)[0][0] > later[0][0]):
-            _, group = later.pop(0)
-            groups.append(_ranked(workload, shared, machine, limits, group, orders))
-            places.append(0)
-            if later:  # the bound of FPDT needs the price of a chunked FFN
-                later = [(NEVER_FASTER * pass_seconds(workload, shared.but(ffn_chunks=1), machine), fpdt_savings)]
-            continue
-        saving = min(candidates)[0][2] if candidates else None
-        uniform = saving is None or (saving.recompute == "full" and saving.recompute_method == "uniform")
-        if not with_units and uniform:
-            with_units = True
-            groups.append(_ranked(workload, shared, machine, limits, unit_savings, orders))
-            places.append(0)
-            continue
-        if not candidates:
+    key = shared, limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks, limits.ffn_chunks
+    if key not in orders:
+        orders[key] = Ranked(savings(shared, workload, limits), lambda s: pass_seconds(workload, s, machine))
+    for place in count():
+        if (entry := orders[key].at(place)) is None:
             return
-        _, index = min(candidates)
-        places[index] += 1
-        strategy = on_grid(saving, base, workload)
-        if strategy is not None:
+        if (strategy := on_grid(entry[2], base, workload)) is not None:
             yield strategy
 
 
-def _ranked(
-    workload: Workload, shared: Strategy, machine: Machine, limits: Limits, group: Callable, orders: Orders
-) -> Ranked:
-    fixed = limits.recompute, limits.fpdt_chunk, limits.offload, limits.loss_chunks, limits.ffn_chunks
-    key = shared, group.__name__, *fixed
-    if key not in orders:
-        numbered = enumerate(group(shared, workload, limits), 1000 * GROUPS.index(group))
-        orders[key] = Ranked(numbered, lambda strategy: pass_seconds(workload, strategy, machine))
-    return orders[key]
-
-
-NEAR = 1.25  # for the picture, plans up to this multiple of the winner's time are searched
+NEAR = 1.25  # for the picture, plans up to this multiple of the fastest plan's time are searched
 MANY = 1500  # from this number of priced plans on, no further plans are searched for the picture
 
 

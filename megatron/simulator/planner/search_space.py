@@ -149,25 +149,13 @@ def zero_stages(grid: Strategy, limits: Limits = Limits()) -> list[int]:
 
 def savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
     """``grid`` with every combination of recompute, offloading and chunks; the first has none of them."""
-    yield from plain_savings(grid, workload, limits)
-    yield from recompute_savings(grid, workload, limits)
-    yield from fpdt_savings(grid, workload, limits)
-    yield from unit_savings(grid, workload, limits)
-
-
-def fpdt_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Savings with FPDT, except recompute in units of several layers."""
+    if allowed(0, limits.fpdt_chunk):
+        yield from _without_fpdt(grid, workload, limits)
     for recompute in chosen(("none", "full"), limits.recompute):
         yield from _with_fpdt(grid.but(recompute=recompute), workload, limits)
     for blocks in _block_recompute(grid.but(recompute="full"), workload, limits, QUARTERS):
         yield from (strategy for strategy in _with_fpdt(blocks, workload, limits) if not strategy.fpdt_offload)
-
-
-def plain_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Savings that compute nothing twice."""
-    losses, _ = _chunk_choices(grid, workload, limits)
-    if allowed("none", limits.recompute) and allowed(0, limits.fpdt_chunk):
-        yield from (grid.but(loss_chunks=pieces) for pieces in losses)
+    yield from _in_units(grid, workload, limits)
 
 
 def _chunk_choices(grid: Strategy, workload: Workload, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -180,19 +168,13 @@ def _chunk_choices(grid: Strategy, workload: Workload, limits: Limits) -> tuple[
     )
 
 
-def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
-    """Savings with recompute or a chunked FFN, without FPDT.
-
-    Block recompute has a chunked loss, which costs almost no time.
-    """
-    if not allowed(0, limits.fpdt_chunk):
-        return
+def _without_fpdt(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
+    """Block recompute has a chunked loss, which costs almost no time."""
     losses, runs = _chunk_choices(grid, workload, limits)
     for recompute in chosen(("none", "selective", "full"), limits.recompute):
-        for loss_chunks, ffn_chunks in product(losses, runs):
+        for ffn_chunks, loss_chunks in product(runs, losses):
             strategy = grid.but(recompute=recompute, loss_chunks=loss_chunks, ffn_chunks=ffn_chunks)
-            if recompute != "none" or ffn_chunks:
-                yield strategy
+            yield strategy
             if recompute == "full":
                 yield strategy.but(keep_attention=True)
             if recompute == "full" and limits.offload:
@@ -202,7 +184,7 @@ def recompute_savings(grid: Strategy, workload: Workload, limits: Limits = Limit
         yield from (blocks.but(ffn_chunks=ffn_chunks) for ffn_chunks in runs)
 
 
-def unit_savings(grid: Strategy, workload: Workload, limits: Limits = Limits()) -> Iterator[Strategy]:
+def _in_units(grid: Strategy, workload: Workload, limits: Limits) -> Iterator[Strategy]:
     """Full recompute in units of several layers, with and without FPDT. Layer by layer it is at least as fast.
 
     Models with several kinds of layers have no formula for it, nor for block recompute.

@@ -499,9 +499,9 @@ def output_grad(rows: Rows) -> list[Segment]:
 
 
 def _gate(rows: Rows, moved: float, backward: bool = False) -> list[Segment]:
-    """The gate on attention's output."""
-    size = moved * rows.tokens / rows.strategy.tensor
-    return [rows.run(memory("gate", size, backward=backward))] if rows.shape.output_gate else []
+    """The gate on attention's output; that of a linear-attention layer is a part of its norm."""
+    size, gated = moved * rows.tokens / rows.strategy.tensor, rows.shape.output_gate and not rows.shape.linear
+    return [rows.run(memory("gate", size, backward=backward))] if gated else []
 
 
 def _qkv(shape: Shape, tensor: int) -> int:

@@ -110,18 +110,8 @@ def _shared_expert(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segm
     if not d.shared:
         return []
     rows = _of_shared_expert(shape, strategy, d)
-    up = gemm("shared_up", rows.tokens, d.shared * (2 if shape.gated else 1), shape.hidden)
-    down = gemm("shared_down", rows.tokens, shape.hidden, d.shared)
-    leave = rows.send(*reduce_tokens(strategy, shape.hidden, rows.tokens))
-    return [*rows.enter(), rows.run(up, rows.activation(d.shared), down), *leave]
+    return [*rows.mlp("shared", d.shared), *rows.send(*reduce_tokens(strategy, shape.hidden, rows.tokens))]
 
 
 def _shared_expert_grad(shape: Shape, strategy: Strategy, d: Dispatched) -> list[Segment]:
-    if not d.shared:
-        return []
-    rows = _of_shared_expert(shape, strategy, d)
-    return [
-        *rows.row_grad("shared_down", d.shared),
-        rows.run(rows.activation(d.shared, backward=True)),
-        *rows.column_grad("shared_up", d.shared * (2 if shape.gated else 1)),
-    ]
+    return _of_shared_expert(shape, strategy, d).mlp_grad("shared", d.shared) if d.shared else []

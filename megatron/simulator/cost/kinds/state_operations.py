@@ -11,10 +11,12 @@ from typing import NamedTuple
 from megatron.decisions.state_exchange import KERNEL_BLOCK
 from megatron.formulas.kinds.state_figures import States, by_heads_bytes, exchange_bytes, halo_bytes, states_of
 from megatron.formulas.strategy import Group, Strategy, Workload
-from megatron.simulator.cost.kinds.attention_operations import LayerWork
+from megatron.simulator.cost.kinds.attention_operations import LayerWork, output, output_grad
 from megatron.simulator.cost.operations import BF16, COUNTED, FP32, Segment, collective, gemm, memory
 from megatron.simulator.cost.row_operations import Rows
 from megatron.simulator.cost.trace import Kernel, Transfer
+
+__all__ = ["mix", "mix_grad", "output", "output_grad", "project", "project_grad"]
 
 
 def project(rows: Rows) -> list[Segment]:
@@ -28,16 +30,6 @@ def project_grad(rows: Rows) -> list[Segment]:
     """The backward pass of :func:`project`."""
     width = rows.shape.linear.projected // rows.strategy.tensor
     return [*rows.column_grad("qkv", width), rows.run(rows.norm(rows.shape.hidden, backward=True))]
-
-
-def output(rows: Rows) -> list[Segment]:
-    """Output projection and residual; the gate is a part of the norm."""
-    return rows.out(rows.shape.linear.out_width(rows.shape))
-
-
-def output_grad(rows: Rows) -> list[Segment]:
-    """The backward pass of :func:`output`."""
-    return rows.row_grad("attention_out", rows.shape.linear.out_width(rows.shape) // rows.strategy.tensor)
 
 
 def mix(work: LayerWork, *, saving: bool, kept: bool = False) -> list[Segment]:

@@ -133,7 +133,9 @@ def from_environment(environment: Mapping[str, str]) -> tuple[str, Settings, lis
     settings, notes = {}, []
     for key, value in _pairs(name, environment[name]):
         if key == "expandable_segments":
-            settings[key] = _boolean(name, key, value)
+            if value not in ("True", "False"):
+                raise Refusal(f"{name}: {key} must be True or False, not {value}")
+            settings[key] = value == "True"
         elif key in ("max_split_size_mb", "max_non_split_rounding_mb"):
             settings[key.removesuffix("_mb")] = _mebibytes(name, key, value)
         elif key == "roundup_power2_divisions":
@@ -159,12 +161,6 @@ def _pairs(name: str, text: str) -> list[tuple[str, str]]:
     if any(len(pair) != 2 for pair in pairs):
         raise Refusal(f"{name}={text}: give option:value, separated by commas")
     return [(key, value) for key, value in pairs]
-
-
-def _boolean(name: str, key: str, value: str) -> bool:
-    if value not in ("True", "False"):
-        raise Refusal(f"{name}: {key} must be True or False, not {value}")
-    return value == "True"
 
 
 def _mebibytes(name: str, key: str, value: str) -> int:

@@ -21,13 +21,7 @@ def host_bytes(config: Config) -> HostBytes:
     The number of data-parallel ranks is not used, so all micro-batches of a step are counted for one rank.
     """
     workload = workload_of(config, vocab_size=1)  # the vocabulary is never offloaded
-    return host_memory(
-        workload,
-        strategy_of(config),
-        2 if config.optimizer.bf16 or config.optimizer.fp16 else 4,
-        streamed=config.chunks.fpdt_stream_hidden,
-        block=config.attention.recompute_method == "block",
-    )
+    return host_memory(workload, strategy_of(config), 2 if config.optimizer.bf16 or config.optimizer.fp16 else 4)
 
 
 def check_host_memory(config: Config, available: Callable[[], int] | None = None) -> None:
