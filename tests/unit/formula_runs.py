@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.formulas.kinds.sparse_figures import SparseLatent
 from megatron.formulas.strategy import Shape, Strategy, Workload
-from megatron.simulator.planner.plan_report import uneven_stages
+from megatron.simulator.planner.plan_report import training_flags
 
 LLAMA: dict[str, Any] = {
     "model.normalization": "RMSNorm",
@@ -60,14 +60,6 @@ def flags(case: Case) -> list[str]:
         "--num-query-groups": shape.kv_heads,
         "--vocab-size": shape.vocab - 1,  # the mock tokenizer adds an end-of-document token
         "--max-position-embeddings": shape.positions or workload.seq_length,
-        "--seq-length": workload.seq_length,
-        "--micro-batch-size": strategy.micro_batch,
-        "--global-batch-size": workload.global_batch,
-        "--tensor-model-parallel-size": strategy.tensor,
-        "--ulysses-parallel-size": strategy.ulysses,
-        "--ring-parallel-size": strategy.ring,
-        "--pipeline-model-parallel-size": strategy.pipeline,
-        "--zero-stage": strategy.zero,
         "--context-parallel-balance": strategy.balance,
         "--train-iters": 2,
         "--eval-iters": 0,
@@ -79,7 +71,8 @@ def flags(case: Case) -> list[str]:
         **_latents(shape),
         **_states(shape),
     }
-    words = [str(word) for pair in given.items() for word in pair]
+    words = [word for word in training_flags(workload, strategy) if word != "--bf16" or case.itemsize == 2]
+    words += [str(word) for pair in given.items() for word in pair]
     words += ["--mock-data", "--no-check-for-nan-in-loss-and-grad"]
     options = {
         "--group-query-attention": shape.latent is None,
@@ -89,24 +82,10 @@ def flags(case: Case) -> list[str]:
         "--qk-layernorm": shape.qk_norm,
         "--attention-output-gate": shape.output_gate,
         "--is-hybrid-model": shape.pattern,
-        "--sequence-parallel": strategy.tensor > 1 and strategy.sequence_parallel,
-        "--bf16": case.itemsize == 2,
-        "--overlap-grad-reduce": strategy.zero < 2,
+        "--overlap-grad-reduce": strategy.zero < 2,  # also on one rank
         "--overlap-param-gather": strategy.zero == 1,
-        "--recompute-granularity selective": strategy.recompute == "selective",
-        f"--recompute-granularity full --recompute-method {strategy.recompute_method}": strategy.recompute == "full",
-        f"--recompute-num-layers {strategy.recompute_layers}": strategy.recompute == "full",
-        "--keep-attention": strategy.keep_attention,
         "--moe-enable-routing-replay": shape.mixture and shape.mixture.replay,
-        "--offload-checkpoints": strategy.offload_checkpoints,
-        f"--fpdt --fpdt-chunk-size {strategy.fpdt_chunk}": strategy.fpdt_chunk,
-        "--fpdt-stream-hidden": strategy.stream_hidden,
-        "--no-fpdt-offload": strategy.fpdt_chunk and not strategy.fpdt_offload,
-        f"--ffn-chunks {strategy.ffn_chunks}": strategy.ffn_chunks,
-        f"--loss-chunks {strategy.loss_chunks}": strategy.loss_chunks,
-        f"--num-virtual-stages-per-pipeline-rank {strategy.virtual}": strategy.virtual > 1,
     }
-    words += uneven_stages(shape.layers, strategy)
     return words + " ".join(text for text, wanted in options.items() if wanted).split()
 
 
@@ -118,8 +97,6 @@ def _experts(shape: Shape, strategy: Strategy) -> dict[str, Any]:
         "--num-experts": mixture.experts,
         "--moe-router-topk": mixture.topk,
         "--moe-ffn-hidden-size": mixture.ffn,
-        "--moe-token-dispatcher-type": "alltoall",
-        "--expert-model-parallel-size": strategy.expert,
         "--expert-tensor-parallel-size": strategy.expert_tensor,
     }
     given |= {} if shape.pattern else {"--moe-layer-freq": str(list(mixture.layers))}
