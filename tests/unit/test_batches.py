@@ -36,6 +36,7 @@ from megatron.training.settings.config import Config, DataConfig
 from tests.chats import TEMPLATES, make_tokenizer, strip_marks
 from tests.patience import patience
 from tests.properties import examples
+from tests.token_files import batches_of
 from tools import preprocess_data
 
 
@@ -55,14 +56,8 @@ class Numbers(Dataset):
 
 def numbers(size, *, consumed=0, micro=1, rank=0, ranks=1, take=None, **options):
     """The samples of a rank, as a list for each micro-batch."""
-    batches = micro_batches(
-        Numbers(size),
-        consumed_samples=consumed,
-        micro_batch_size=micro,
-        data_parallel_rank=rank,
-        data_parallel_size=ranks,
-        **options,
-    )
+    sizes = {"micro_batch_size": micro, "data_parallel_rank": rank, "data_parallel_size": ranks}
+    batches = micro_batches(Numbers(size), consumed_samples=consumed, **sizes, **options)
     return [batch["tokens"][:, 0].tolist() for batch in itertools.islice(batches, take)]
 
 
@@ -97,19 +92,8 @@ def test_the_end_of_the_data():
     assert numbers(8, consumed=8) == []
     with pytest.raises(Refusal, match="9 samples were consumed"):
         numbers(8, consumed=9)
-    by_rank = [
-        list(
-            micro_batches(
-                Numbers(11),
-                consumed_samples=8,
-                micro_batch_size=2,
-                data_parallel_rank=rank,
-                data_parallel_size=3,
-                drop_last=False,
-            )
-        )
-        for rank in range(3)
-    ]
+    options = {"consumed_samples": 8, "micro_batch_size": 2, "data_parallel_size": 3, "drop_last": False}
+    by_rank = [list(micro_batches(Numbers(11), data_parallel_rank=rank, **options)) for rank in range(3)]
     masks = [batch["loss_mask"][:, 0].tolist() for (batch,) in by_rank]
     assert masks == [[1, 1], [1, 0], [0, 0]]
     assert [by_rank[0][0]["tokens"][:, 0].tolist(), by_rank[1][0]["tokens"][0, 0].item()] == [[8, 9], 10]
@@ -146,14 +130,7 @@ def test_a_sigterm_to_the_group_leaves_the_loader_alive():
     def trainer(channel):
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, lambda *_: None)
-        batches = micro_batches(
-            Numbers(10**6),
-            consumed_samples=0,
-            micro_batch_size=1,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            num_workers=2,
-        )
+        batches = batches_of(Numbers(10**6), num_workers=2)
         first = [next(batches)["tokens"][0, 0].item() for _ in range(2)]  # one of each worker, so both have started
         os.killpg(0, signal.SIGTERM)
         time.sleep(0.2)
@@ -451,8 +428,7 @@ def test_waiting_for_a_slow_dataset_is_counted(workers: int) -> None:
             time.sleep(0.05)
             return {"tokens": torch.arange(8), "labels": torch.arange(8), "loss_mask": torch.ones(8)}
 
-    options = {"consumed_samples": 0, "micro_batch_size": 1, "data_parallel_rank": 0, "data_parallel_size": 1}
-    batches = micro_batches(Slow(), num_workers=workers, **options)
+    batches = batches_of(Slow(), num_workers=workers)
     next(batches)
     assert take_waited([batches, None]) >= 0.05 and take_waited(batches) == 0 == take_waited(None)
     if workers:

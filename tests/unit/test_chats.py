@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.data.batches import micro_batches
 from megatron.training.data.chat_dataset import epoch
 from megatron.training.data.chat_template import Chat, ChatTemplate, read_chats
 from megatron.training.data.datasets import build_datasets
@@ -24,6 +23,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, DataConfig
 from tests.chats import TEMPLATES, conversation, make_tokenizer, sentence, strip_marks, write_chats
 from tests.properties import examples
+from tests.token_files import batches_of
 
 USER, ANSWER = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "that"}
 
@@ -202,10 +202,8 @@ def test_a_sample(tmp_path, folder, tokenizer):
             assert sample["loss_mask"][start:stop].tolist() == rendered.spoken[1:].tolist()
             start = stop
         assert not sample["loss_mask"][start:].any() and sample["document_ends"][-1] == 128
-    read = micro_batches(
-        dataset, consumed_samples=4, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2, eod=tokenizer.eod
-    )
-    batch = next(read)
+    two = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
+    batch = next(batches_of(dataset, consumed_samples=4, eod=tokenizer.eod, **two))
     assert torch.equal(batch["tokens"], torch.stack([dataset[n]["tokens"] for n in (6, 7)]))
     assert batch["document_ends"].shape[0] == 2 and set(batch["document_ends"][:, -1].tolist()) == {128}
     assert "12 conversations" in config.notes[0] and "% full" in config.notes[0]

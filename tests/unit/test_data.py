@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.index_files import named_sets, parse_blends
@@ -25,6 +24,7 @@ from megatron.training.ownership.atomic import atomic_files, atomic_folder
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, DataConfig
 from tests.properties import examples
+from tests.token_files import write_documents
 
 NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
 
@@ -32,12 +32,8 @@ NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
 def write(prefix, documents=20, low=0, high=1000, seed=0):
     """A small .bin/.idx; returns its prefix and its tokens."""
     random = np.random.default_rng(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     texts = [random.integers(low, high, random.integers(5, 60)) for _ in range(documents)]
-    for text in texts:
-        builder.add_document(text, [len(text)])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix), np.concatenate(texts)
+    return write_documents(prefix, texts), np.concatenate(texts)
 
 
 def configure(**data):
@@ -144,10 +140,7 @@ def test_blends_of_few_samples(tmp_path_factory, data):
     count, size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 60))
     path = []
     for i in range(count):  # each document is one sample, so there is no reserve
-        builder = IndexedDatasetBuilder(f"{folder}/{i}.bin", dtype=np.uint16)
-        for _ in range(data.draw(st.integers(1, 9))):
-            builder.add_document(np.arange(17), [17])
-        builder.finalize(f"{folder}/{i}.idx")
+        write_documents(f"{folder}/{i}", [np.arange(17)] * data.draw(st.integers(1, 9)))
         path += [str(data.draw(st.sampled_from([1, 50, 1000]))), f"{folder}/{i}"]
     config = configure(data_path=path, split="1")
     config.data.seq_length = 17
@@ -248,11 +241,7 @@ def test_refused_files(corpus, tmp_path):
     refused("no such file: .*corpus.idx", data_path=path)
     wide, _ = write(tmp_path / "wide", high=3000)
     refused(r"wide.bin: document \d+ holds token id \d{4}, outside the 1001 ids of NullTokenizer", data_path=[wide])
-    short, _ = write(tmp_path / "short", documents=1)
-    cut(tmp_path / "short.bin", 2 * 3)
-    builder = IndexedDatasetBuilder(f"{short}.bin", dtype=np.uint16)
-    builder.add_document([1, 2, 3], [3])
-    builder.finalize(f"{short}.idx")
+    short = write_documents(tmp_path / "short", [[1, 2, 3]])
     refused("1 of 1 documents with 3 tokens, at least 17 are needed", train_data_path=[short, short])
 
 
@@ -302,11 +291,8 @@ def test_packed_documents_need_an_end_token(tmp_path, flag):
     open_ended, _ = write(tmp_path / "open")
     with pytest.raises(Refusal, match=r"open.bin: no document ends with token 1000, .* --append-eod"):
         build_datasets(configure(data_path=[open_ended], **{flag: True}), NULL, (10, 0, 0))
-    builder = IndexedDatasetBuilder(f"{tmp_path}/closed.bin", dtype=np.uint16)
-    for length in (5, 40, 20):
-        builder.add_document([*range(length), NULL.eod], [length + 1])
-    builder.finalize(f"{tmp_path}/closed.idx")
-    config = configure(data_path=[str(tmp_path / "closed")], split="1,0,0", **{flag: True})
+    closed = write_documents(tmp_path / "closed", [[*range(length), NULL.eod] for length in (5, 40, 20)])
+    config = configure(data_path=[closed], split="1,0,0", **{flag: True})
     (train, _, _) = build_datasets(config, NULL, (10, 0, 0))
     assert len(train) >= 10
 

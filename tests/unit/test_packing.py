@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training import pretrain
 from megatron.training.arguments.parser import parse
@@ -30,6 +29,7 @@ from megatron.training.job import length_of_run
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, DataConfig
 from tests.properties import examples
+from tests.token_files import write_documents
 
 NULL = build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), 1000)
 KINDS = ("best-fit", "by-work")
@@ -173,20 +173,13 @@ def write(prefix, seed: int = 0, documents: int = 60, longest: int = 50) -> list
     """Documents that end with the end-of-document token."""
     random = np.random.default_rng(seed)
     texts = [np.append(random.integers(0, 1000, n), 1000) for n in random.integers(1, longest, documents)]
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for text in texts:
-        builder.add_document(text, [len(text)])
-    builder.finalize(f"{prefix}.idx")
+    write_documents(prefix, texts)
     return texts
 
 
 def write_ids(prefix, ids: list[int]) -> TokenFile:
     """Documents of nine equal tokens."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for token in ids:
-        builder.add_document(np.full(9, token), [9])
-    builder.finalize(f"{prefix}.idx")
-    return open_prefix(str(prefix), "--data-path", None).open()
+    return open_prefix(write_documents(prefix, [np.full(9, token) for token in ids]), "--data-path").open()
 
 
 def configure(**data) -> Config:

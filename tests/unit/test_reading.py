@@ -17,11 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import megatron.context_parallel as cp
 from megatron.training.data import read_tokens
-from megatron.training.data.batches import micro_batches, shard_batch
+from megatron.training.data.batches import shard_batch
 from megatron.training.data.datasets import build_datasets
 from megatron.training.data.read_tokens import DataError, OpenFile, check_ids, first_outside, unmapped
 from megatron.training.features.bad_batches import skip_micro_batches
@@ -32,6 +31,7 @@ from megatron.training.settings.config import Stage
 from tests.pairs import also_in_full
 from tests.patience import patience
 from tests.properties import examples
+from tests.token_files import batches_of, write_documents
 from tests.unit.test_data import NULL, configure, samples_of, write
 
 TYPES = (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64)
@@ -127,12 +127,8 @@ def test_files_that_are_deleted_or_replaced_after_the_start(tmp_path):
 
 def write_with_token(prefix, token, document=70, documents=200, dtype=np.int32):
     """Like `write`, but one document consists of ``token``; the check at the start does not read that document."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for number in range(documents):
-        text = np.full(17, token if number == document else number)
-        builder.add_document(text, [len(text)])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
+    texts = [np.full(17, token if number == document else number) for number in range(documents)]
+    return write_documents(prefix, texts, dtype)
 
 
 def bad_samples(dataset, count):
@@ -173,22 +169,12 @@ def test_a_loader_reports_an_error_in_one_line_and_continues_after_it(tmp_path, 
     )
     bad = sorted(bad_samples(train, 200))
 
-    def batches(consumed):
-        return micro_batches(
-            train,
-            consumed_samples=consumed,
-            micro_batch_size=1,
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            num_workers=workers,
-        )
-
-    read = batches(bad[0] - 2)
+    read = batches_of(train, consumed_samples=bad[0] - 2, num_workers=workers)
     right = [batch["numbers"].item() for batch in itertools.islice(read, 2)]
     assert right == [bad[0] - 2, bad[0] - 1]
     with pytest.raises(DataError, match="^.*a.bin: document 70 holds token id 5000, .* another tokenizer$"):
         next(read)
-    read = batches(bad[0] - 2)
+    read = batches_of(train, consumed_samples=bad[0] - 2, num_workers=workers)
     skip_micro_batches(read, bad[-1] - bad[0] + 3)  # --iterations-to-skip
     assert next(read)["numbers"].item() == bad[-1] + 1
 
@@ -339,8 +325,7 @@ def test_a_rank_reads_its_span_alone(tmp_path, monkeypatch, kind, ulysses, ring,
     monkeypatch.setattr(OpenFile, "read", counted)
 
     def batch(spans):
-        options = {"data_parallel_rank": 0, "data_parallel_size": 1, "spans": spans}
-        return next(micro_batches(dataset, consumed_samples=first, micro_batch_size=4, **options))
+        return next(batches_of(dataset, consumed_samples=first, micro_batch_size=4, spans=spans))
 
     whole, every = batch(None), sum(read)
     assert every == 2 * int((whole["loss_mask"].sum(1) + 1).sum())  # 2 bytes a token; padding is not read
@@ -371,9 +356,7 @@ def test_which_spans_a_rank_reads():
 def test_an_id_outside_is_found_by_the_rank_that_reads_it(tmp_path):
     text = np.zeros(17, np.uint16)
     text[13] = 5000
-    builder = IndexedDatasetBuilder(f"{tmp_path}/a.bin", dtype=np.uint16)
-    builder.add_document(text, [17])
-    builder.finalize(f"{tmp_path}/a.idx")
+    write_documents(tmp_path / "a", [text])
     (tmp_path / "a.bin").write_bytes(np.zeros(17, np.uint16).tobytes())
     dataset, *_ = build_datasets(configure(data_path=[f"{tmp_path}/a"], split="1,0,0"), NULL, (1, 0, 0))
     (tmp_path / "a.bin").write_bytes(text.tobytes())
@@ -395,8 +378,7 @@ def test_memory_is_flat_over_many_samples(tmp_path, packing):
     write(tmp_path / "a", documents=MANY // 2)
     config = configure(data_path=[f"{tmp_path}/a"], split="1,0,0", packing=packing, global_batch_size=32)
     dataset, *_ = build_datasets(config, NULL, (MANY, 0, 0))
-    options = {"data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 1, "drop_last": False}
-    batches, rows, seen = micro_batches(dataset, consumed_samples=0, micro_batch_size=32, **options), [], 0
+    batches, rows, seen = batches_of(dataset, micro_batch_size=32, num_workers=1, drop_last=False), [], 0
     me, warm = psutil.Process(), MANY // 10
     for batch in batches:
         seen += len(batch["tokens"])

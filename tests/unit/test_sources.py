@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training.data import read_tokens
 from megatron.training.data.chat_template import row_of
@@ -35,6 +35,7 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import Config, DataConfig
 from tests.patience import patience
+from tests.token_files import write_documents
 from tools import data, preprocess_data
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -253,11 +254,9 @@ def stored(tmp_path, s3):
     import fsspec
 
     s3.every = 10**9
-    random, local = np.random.default_rng(0), str(tmp_path / "corpus")
-    builder = IndexedDatasetBuilder(f"{local}.bin", dtype=np.uint16)
-    for size in random.integers(5, 60, 40):
-        builder.add_document(torch.from_numpy(random.integers(0, 1000, size)), [size])
-    builder.finalize(f"{local}.idx")
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, 1000, size) for size in random.integers(5, 60, 40)]
+    local = write_documents(tmp_path / "corpus", texts)
     system = fsspec.filesystem("s3")
     system.makedirs("data", exist_ok=True)
     for end in ("bin", "idx"):
@@ -303,9 +302,7 @@ def test_a_rank_requests_its_span_alone(stored, monkeypatch):
 def test_a_replaced_file_at_a_url_has_a_new_index(stored):
     local, remote, system, copies = stored
     before = datasets_of(remote, copies)[0]
-    builder = IndexedDatasetBuilder(f"{local}.bin", dtype=np.uint16)
-    builder.add_document(torch.arange(900), [900])
-    builder.finalize(f"{local}.idx")
+    write_documents(local, [np.arange(900)])
     for end in ("bin", "idx"):
         system.put(f"{local}.{end}", f"data/corpus.{end}")
     after = datasets_of(remote, copies)[0]
@@ -451,10 +448,7 @@ def test_the_files_are_those_that_megatron_core_writes(tmp_path):
     writer = TokenWriter(str(tmp_path / "ours.bin"), np.uint16)
     writer.add(tokens, lengths)
     writer.finish(str(tmp_path / "ours.idx"))
-    builder = IndexedDatasetBuilder(str(tmp_path / "core.bin"), dtype=np.uint16)
-    for piece in np.split(tokens, np.cumsum(lengths)[:-1]):
-        builder.add_document(piece, [len(piece)])
-    builder.finalize(str(tmp_path / "core.idx"))
+    write_documents(tmp_path / "core", np.split(tokens, np.cumsum(lengths)[:-1]))
     for end in ("bin", "idx"):
         assert (tmp_path / f"ours.{end}").read_bytes() == (tmp_path / f"core.{end}").read_bytes()
 
