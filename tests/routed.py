@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from megatron.certifying.recording import Outcome
 
@@ -33,7 +34,7 @@ class Experts(nn.Module):
         super().__init__()
         self.mix, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-        self.error = ""
+        self.error, self.by = "", "topk"
 
     def forward(self, x: Tensor) -> Tensor:
         total = self.mix(x).sum(0)
@@ -46,7 +47,10 @@ class Experts(nn.Module):
             scores = scores.bfloat16().float()
         if self.error == "experts of the shard":
             scores = scores.masked_fill(torch.arange(EXPERTS) < EXPERTS // 2, 0.0)
-        weights, chosen = scores.topk(2)
+        if self.by == "DTensor":
+            scores = DTensor.from_local(scores, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+        best = scores.sort(descending=True) if self.by == "sort" else scores.topk(2)
+        weights, chosen = ((x.to_local() if self.by == "DTensor" else x)[:, :2] for x in best)
         if self.error == "ids off by one":
             chosen = (chosen + 1) % EXPERTS
         y = torch.zeros_like(x)
@@ -77,11 +81,13 @@ class Routed:
         error: planted on the last of several ranks.
         gap: difference of the scores of the second and third expert of some tokens, before the softmax.
         seed: of weights and data.
+        by: how experts are chosen: topk, sort, or DTensor, by topk of one.
     """
 
     error: str = ""
     gap: float = 0.0
     seed: int = 0
+    by: str = "topk"
 
     def __call__(self, ranks: int) -> Outcome:
         torch.manual_seed(self.seed)
@@ -90,7 +96,7 @@ class Routed:
         plant_ties(model.layers[0], model.embed(ids), self.gap)
         rank = dist.get_rank() if ranks > 1 else 0
         bad = self.error if ranks > 1 and rank == ranks - 1 else ""
-        model.layers[0].error = bad
+        model.layers[0].error, model.layers[0].by = bad, self.by
         if bad == "other weights of the router":
             model.layers[0].router.weight.data[3] *= 1.01
         if bad == "an output after the ties":

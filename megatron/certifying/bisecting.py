@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -62,13 +62,15 @@ def bisect(reference: Reference, ranks: Sequence[Recording], wrong: Sequence[Com
         rows = find_positions(one, ranks)
     length = _length(one, rows)
     outputs = [key for key in one.numbers if key[0] == OUTPUT]
+    all_wrong = _all_wrong(one, wrong)
     return (
         _weights(one, ranks, limits)
         or _data(one, ranks, rows, outputs)
         or _forward(one, ranks, rows, length, limits, outputs)
         or _backward(one, ranks, rows, length, limits, outputs, wrong)
-        or _scale(one, wrong)
-        or _step(wrong, any(True for key in outputs for _ in _pairs(key, one, ranks, rows, length)))
+        or _scale(all_wrong)
+        or _clipping(one, ranks, all_wrong)
+        or _step(wrong, all_wrong, any(True for key in outputs for _ in _pairs(key, one, ranks, rows, length)))
     )
 
 
@@ -105,7 +107,7 @@ def _data(one: Recording, ranks, rows: Sequence[Rows], outputs: Sequence[Key]) -
 
 def _length(one: Recording, rows: Sequence[Rows]) -> int:
     """Tokens of the complete sequence."""
-    return 1 + max((int(positions.max()) for some in rows for positions in some.values()), default=-1)
+    return 1 + max((int(x.max()) for some in rows for key, x in some.items() if isinstance(key, int)), default=-1)
 
 
 Pair = tuple[int, Tensor, Tensor, "int | None"]
@@ -181,24 +183,53 @@ def _wrong(pairs: Sequence[Pair], whole: Tensor, limit: float) -> list[int]:
     bad = [rank for rank, x, right, _ in pairs if _error(x, right, whole) > limit]
     if len(bad) < 2:
         return bad
-    sums: list[tuple[Tensor, Tensor]] = []
-    for _, x, right, _ in pairs:
-        at = next((n for n, (_, other) in enumerate(sums) if right.shape == other.shape and right.equal(other)), None)
-        if at is None:
-            sums.append((x.double(), right))
-        else:
-            sums[at] = sums[at][0] + x.double(), right
-    together = len(sums) < len(pairs) and all(_error(total, right, whole) <= limit for total, right in sums)
+    sums = _sums(pairs)
+    together = len(sums) < len(pairs) and all(_error(total, right, whole) <= limit for total, right, _ in sums)
     return [] if together else bad
+
+
+def _sums(pairs: Iterable[Pair]) -> list[tuple[Tensor, Tensor, int]]:
+    """(sum of the ranks' tensors, the one of one process, number of ranks) for ranks with the same rows."""
+    sums: list[tuple[Tensor, Tensor, int]] = []
+    for _, x, right, _ in pairs:
+        same = (n for n, (_, other, _) in enumerate(sums) if right.shape == other.shape and right.equal(other))
+        if (at := next(same, None)) is None:
+            sums.append((x.double(), right, 1))
+        else:
+            sums[at] = sums[at][0] + x.double(), right, sums[at][2] + 1
+    return sums
+
+
+def _sharing(pairs: Iterable[Pair]) -> int:
+    """The number of ranks that have the same rows."""
+    return max((ranks for *_, ranks in _sums(pairs)), default=0)
+
+
+def _has_features(key: Key, one: Recording, ranks: Sequence[Recording]) -> bool:
+    """Whether each rank has rows with all features of an output."""
+    parts, features = [rank.numbers.get(key) for rank in ranks], one.numbers[key].shape[-1:]
+    return all(part is not None and part.dim() > 1 and part.shape[-1:] == features for part in parts)
+
+
+def _partial(pairs: Sequence[Pair], whole: Tensor, limit: float) -> bool:
+    """Whether the sum over the ranks with the same rows is the right gradient, perhaps counted several times."""
+    for total, right, _ in _sums(pairs):
+        times = fitted(total, right)[0]
+        if not times > 0 or _error(total / times, right, whole) > limit:
+            return False
+    return True
 
 
 def _backward(one, ranks, rows, length, limits, outputs, wrong) -> FirstDifference | None:
     """The first module call with a wrong gradient, in the order of the backward pass; None if all agree.
 
     A module is left out if the gradients of all its parameters are right in the end: what its ranks hold may be
-    partial, or be counted several times, until the program reduces it.
+    partial, or be counted several times, until the program reduces it. If more ranks share an output than share their
+    tokens, as with a table of positions where samples are split, each may have its own tokens' part of the gradient.
     """
     after, scales, called = "", {}, {key[1] for key in outputs}
+    sharing = {key: _sharing(_pairs(key, one, ranks, rows, length)) for key in outputs}
+    usual = min([len(ranks), *(sharing[key] for key in outputs if sharing[key] and _has_features(key, one, ranks))])
     trained = {key[1] for key, x in one.numbers.items() if key[0] == GRADIENT and x is not None}
     bad_parameters = {compared.key[1] for compared in wrong if compared.key[0] == GRADIENT}
 
@@ -216,16 +247,19 @@ def _backward(one, ranks, rows, length, limits, outputs, wrong) -> FirstDifferen
         limit = limits.get(key, 0.0)
         if not scales:  # the last module: ranks may differ from one process by one factor, which a reduction corrects
             straight = {r: k for r, (k, cosine) in fits.items() if abs(cosine) > 0.99}
-            usual = median(straight.values()) if straight else 1.0
-            scales = {rank: straight.get(rank, usual) for rank in range(len(ranks))}
+            middle = median(straight.values()) if straight else 1.0
+            scales = {rank: straight.get(rank, middle) for rank in range(len(ranks))}
             off = {r: _error(x / scales[r], right, one.numbers[key]) for r, x, right, _ in pairs}
             if len(straight) == len(fits) and max(off.values()) <= limit and not settled(key[1]):
-                spread = max(straight.values()) / usual - 1, 1 - min(straight.values()) / usual
+                spread = max(straight.values()) / middle - 1, 1 - min(straight.values()) / middle
                 if max(map(abs, spread)) > limit:
                     each = ", ".join(f"{k:.4g} on rank {r}" for r, k in straight.items())
                     text = f"the loss after {_named(key[1])} is multiplied by a different factor on each rank: {each}"
                     return FirstDifference("loss scale", (key[1],), text)
-        bad = [r for r, x, right, _ in pairs if _error(x / (scales[r] or 1.0), right, one.numbers[key]) > limit]
+        pairs = [(r, x / (scales[r] or 1.0), right, dim) for r, x, right, dim in pairs]
+        bad = [r for r, x, right, _ in pairs if _error(x, right, one.numbers[key]) > limit]
+        if bad and sharing[(OUTPUT, *key[1:])] > usual and _partial(pairs, one.numbers[key], limit):
+            bad = []
         if bad and not settled(key[1]):
             rank, x, right, dim = next(pair for pair in pairs if pair[0] == bad[0])
             name = _between(after, key[1], other_is_later=False) if after else key[1]
@@ -234,17 +268,22 @@ def _backward(one, ranks, rows, length, limits, outputs, wrong) -> FirstDifferen
             what = f"first in the gradient at the output of {_named(key[1])}{_call(key)}, computed in {_named(name)}"
             if not after:
                 what = f"first in the gradient at the output of {_named(key[1])}, which the loss gives"
-            place = _at(key, rank, x / (scales[rank] or 1.0), right, dim, rows, limit)
+            place = _at(key, rank, x, right, dim, rows, limit)
             return FirstDifference("backward", (name,), f"{what}, on ranks {listed(bad)}, {place}")
         after = key[1]
     return None
 
 
-def _scale(one: Recording, wrong: Sequence[Compared]) -> FirstDifference | None:
-    """One factor of all gradients."""
+def _all_wrong(one: Recording, wrong: Sequence[Compared]) -> list[Compared]:
+    """The gradients, if all are wrong and none is missing."""
     bad = [compared for compared in wrong if compared.key[0] == GRADIENT]
     some = [x for key, x in one.numbers.items() if key[0] == GRADIENT and x is not None and bool(x.any())]
-    if len(bad) < max(len(some), 2) or any(compared.note or not compared.cosine > 0.9999 for compared in bad):
+    return [] if len(bad) < max(len(some), 2) or any(compared.note for compared in bad) else bad
+
+
+def _scale(bad: Sequence[Compared]) -> FirstDifference | None:
+    """One factor of all gradients."""
+    if not bad or any(not compared.cosine > 0.9999 for compared in bad):
         return None
     usual = median(compared.factor for compared in bad)
     if any(abs(compared.factor / usual - 1) > 1e-3 for compared in bad):
@@ -254,7 +293,42 @@ def _scale(one: Recording, wrong: Sequence[Compared]) -> FirstDifference | None:
     return FirstDifference("scale", ("",), text)
 
 
-def _step(wrong: Sequence[Compared], seen: bool) -> FirstDifference:
+def _clipping(one: Recording, ranks: Sequence[Recording], bad: Sequence[Compared]) -> FirstDifference | None:
+    """Each rank multiplied its shards of all gradients by a factor of its own."""
+    factors: list[float] = []
+    most = 1
+    for compared in bad:
+        for recording in ranks:
+            x = recording.numbers.get(compared.key)
+            used = [] if x is None else _factors(x, one.numbers[compared.key], compared.limit, factors, len(ranks))
+            if used is None:
+                return None
+            most = max(most, len(used))
+    if most < 2:
+        return None
+    each = ", ".join(f"{factor:.4g}" for factor in sorted(factors))
+    text = f"every gradient is right but for one factor of each shard, as if ranks clip by norms of their own: {each}"
+    return FirstDifference("clipping norm", ("",), text)
+
+
+def _factors(x: Tensor, right: Tensor, limit: float, known: list[float], most: int) -> list[float] | None:
+    """The factors by one of which each entry of ``x`` is that of ``right``; new ones are added to the ``known``."""
+    x, right = x.double().flatten(), right.double().flatten()
+    near, left, used = 2 * limit * float(right.abs().max()), torch.ones(x.shape, dtype=torch.bool), []
+    while bool(left.any()):
+        at = int((right.abs() * left).argmax())
+        factor = next((k for k in known if abs(float(x[at] - k * right[at])) <= near), None)
+        if factor is None:
+            if len(known) == most or not float(right[at]):
+                return None
+            factor = float(x[at] / right[at])
+            known.append(factor)
+        used.append(factor)
+        left &= (x - factor * right).abs() > near
+    return used
+
+
+def _step(wrong: Sequence[Compared], all_wrong: Sequence[Compared], seen: bool) -> FirstDifference:
     """The first difference after the backward pass, if all modules agree.
 
     Args:
@@ -270,11 +344,22 @@ def _step(wrong: Sequence[Compared], seen: bool) -> FirstDifference:
         bad = [compared for compared in wrong if compared.key[0] == kind]
         if not bad:
             continue
+        bad, others = _without_factor(all_wrong) if kind == GRADIENT and all_wrong else (bad, "")
         shown = "; ".join(f"{compared.key[1] or kind}: {_why(compared)}" for compared in bad[:4])
-        more = f"; and {len(bad) - 4} more" if len(bad) > 4 else ""
+        more = (f"; and {len(bad) - 4} more" if len(bad) > 4 else "") + others
         modules = tuple(dict.fromkeys(compared.key[1].rpartition(".")[0] for compared in bad))
         return FirstDifference(name, modules, f"{what}: {shown}{more}")
     raise ValueError("nothing differs")
+
+
+def _without_factor(bad: Sequence[Compared]) -> tuple[list[Compared], str]:
+    """The gradients that are wrong by more than a factor that most share, as a wrong norm gives; and this factor."""
+    straight = [one for one in bad if one.cosine > 0.9999]
+    usual = median(one.factor for one in straight) if straight else 1.0
+    others = [one for one in straight if abs(one.factor / usual - 1) < 1e-3]
+    if len(others) < 2 or len(others) == len(bad):
+        return list(bad), ""
+    return [one for one in bad if one not in others], f"; {len(others)} others are {usual:.4g} times the right ones"
 
 
 def _why(compared: Compared) -> str:

@@ -122,9 +122,9 @@ def record(
         if watch:
             stack.enter_context(uncompiled())
         chosen = Choices(choices or ())
-        calls = stack.enter_context(_watched(chosen.inside)) if watch else []
         clipped = stack.enter_context(clipping())
         before = stack.enter_context(_first_update(clipped))
+        calls = stack.enter_context(_watched(chosen.inside, before)) if watch else []
         if nudge is not None:
             stack.enter_context(nudge)
         if choices is not None:
@@ -264,15 +264,14 @@ class _Call:
 
 
 @contextmanager
-def _watched(inside: list[int]) -> Iterator[list[_Call]]:
-    """Record the modules' calls before an optimizer steps, in the order in which they end: children before parents.
+def _watched(inside: list[int], stepped: Mapping[int, Any]) -> Iterator[list[_Call]]:
+    """Record the modules' calls until an optimizer has ``stepped``, in the order in which they end: children first.
 
     ``inside`` is kept as the ids of the modules that run.
     """
     calls: list[_Call] = []
     inputs: dict[int, list[Tensor | None]] = {}
     weights: dict[int, dict[str, Tensor]] = {}
-    stepped: list[object] = []
 
     def before(module: nn.Module, args: Any) -> None:
         inside.append(id(module))
@@ -296,7 +295,6 @@ def _watched(inside: list[int]) -> Iterator[list[_Call]]:
     hooks = [
         modules_of_torch.register_module_forward_pre_hook(before),
         modules_of_torch.register_module_forward_hook(after),
-        register_optimizer_step_pre_hook(lambda optimizer, *_: stepped.append(optimizer)),
     ]
     try:
         yield calls

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from megatron.certifying.recording import BACKWARD, INPUT, OUTPUT, Key, Numbers, Recording
 
 OF_CALLS = (INPUT, OUTPUT, BACKWARD)
-Rows = dict[int, Tensor]  # positions of a rank's tokens, by the number of tokens that its activations have
+# positions of a rank's tokens, by the number of tokens that its activations have; or, where samples and positions are
+# split, those of each by the sizes of the whole dim and of the rank's
+Rows = dict[int | tuple[int, int], Tensor]
 
 
 def contiguous(length: int, rank: int, ranks: int) -> Tensor:
@@ -45,7 +48,33 @@ def find_positions(one: Recording, ranks: Sequence[Recording]) -> list[Rows]:
             found = _matched(whole.movedim(dim, 0).double(), parts)
             if found is not None:
                 return [{len(rows): rows} for rows in found]
+        elif key[0] == OUTPUT and whole is not None and all(key in rank.numbers for rank in ranks):
+            blocks = [_block(whole, rank.numbers[key]) for rank in ranks]
+            if all(blocks):
+                return blocks
     return [{} for _ in ranks]
+
+
+def _block(whole: Tensor, part: Tensor | None) -> Rows:
+    """Samples and positions of a rank that has a part of both; empty if the part is not at exactly one place."""
+    if part is None or part.dim() != whole.dim():
+        return {}
+    dims = [d for d in range(whole.dim()) if whole.size(d) != part.size(d)]
+    sizes = [(whole.size(d), part.size(d)) for d in dims]
+    if len(dims) < 2 or len(set(sizes)) < len(dims) or dims[-1] == whole.dim() - 1:
+        return {}
+    near, found = ALIKE * float(whole.abs().max()), []
+    for rows in itertools.product(*(torch.arange(whole.size(d)).split(part.size(d)) for d in dims)):
+        block = _selected(whole, dims, rows)
+        if block.shape == part.shape and float((block.double() - part.double()).abs().max()) <= near:
+            found.append(dict(zip(sizes, rows)))
+    return found[0] if len(found) == 1 else {}
+
+
+def _selected(whole: Tensor, dims: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
+    for dim, own in zip(dims, rows):
+        whole = whole.index_select(dim, own)
+    return whole
 
 
 def split_dim(key: Key, one: Recording, ranks: Sequence[Recording]) -> int | None:
@@ -118,6 +147,9 @@ def part_of(whole: Tensor, part: Tensor, rows: Rows, length: int) -> tuple[Tenso
     if whole.dim() != part.dim():
         return None
     dims = [d for d in range(whole.dim()) if whole.size(d) != part.size(d)]
+    known = [rows.get((whole.size(d), part.size(d))) for d in dims]
+    if all(own is not None for own in known):
+        return _selected(whole, dims, known), None
     dim = dims[0]
     samples, remainder = divmod(whole.size(dim), length) if length else (0, 0)
     positions = rows.get(part.size(dim) // max(samples, 1))

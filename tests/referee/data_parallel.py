@@ -62,8 +62,11 @@ def all_reduce_by_hand(ranks: int) -> tuple[nn.Module, Tensor]:
 
 
 def nano(ranks: int) -> Outcome:
-    """Two micro-steps whose rows have equally many labels; gradients are sent in the last one; embeddings are tied."""
-    raw = Decoder(tied=True)
+    """Two micro-steps whose rows have equally many labels; gradients are sent in the last one; embeddings are tied.
+
+    The output of the table of positions has no rows: its gradient on a rank is the part of this rank's rows.
+    """
+    raw = Decoder(tied=True, learned_positions=True)
     model, micro_steps = DDP(raw), 2
     decay = [p for p in raw.parameters() if p.dim() > 1]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": [p for p in raw.parameters() if p.dim() < 2]}]

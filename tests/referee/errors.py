@@ -56,6 +56,12 @@ CHANGES = {
          "    norm = clip_grad_norm_(model.parameters(), 0.05)\n",
          "    norm = clip_grad_norm_(model.parameters(), 0.05)\n    for parameter in model.parameters():\n"
          "        dist.all_reduce(parameter.grad)\n    whole = gradients(model)\n", "reduction", ".*"),
+        ("one layer is not summed, then clipped", "truncated", "    for parameter in model.parameters():\n"
+         "        dist.all_reduce(parameter.grad)\n    whole = gradients(model)\n"
+         "    norm = clip_grad_norm_(model.parameters(), 0.05)\n",
+         "    for parameter in list(model.parameters())[:-2]:\n        dist.all_reduce(parameter.grad)\n"
+         "    norm = clip_grad_norm_(model.parameters(), 0.05)\n    whole = gradients(model)\n",
+         "reduction", "decoder"),
         ("an average of shares of the loss", "sharded", "lr=1e-2)\n    ids, labels = story()\n"
          "    loss = losses(model(mine(ids)), mine(labels)) * ranks", "lr=1e-2)\n    ids, labels = story()\n"
          "    loss = losses(model(mine(ids)), mine(labels))", "scale", ""),
@@ -63,6 +69,10 @@ CHANGES = {
          "nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])", "clipping norm", ""),
         ("norm of the rank's flat shard", "flat_shards", "summed(shard.grad.square().sum()).sqrt()",
          "shard.grad.norm()", "clipping norm", ""),
+        ("clipped by the norm of the rank's flat shard", "flat_shards", "whole = gather(shard.grad, 0)\n"
+         "    norm = summed(shard.grad.square().sum()).sqrt()\n    shard.grad *= (0.5 / norm).clamp(max=1.0)\n",
+         "norm = shard.grad.norm()\n    shard.grad *= (0.5 / norm).clamp(max=1.0)\n    whole = gather(shard.grad, 0)\n",
+         "clipping norm", ""),
         ("stale weights of other shards", "flat_shards", "gather(shard, 0)[:",
          "torch.cat([shard if n == rank else old for n, old in enumerate(flat.chunk(ranks))])[:", "update", ".*"),
         ("sum in bf16", "advantages", "(each * counts).sum() / count\n    loss.backward()\n"

@@ -115,10 +115,12 @@ class Decoder(nn.Module):
     """A decoder whose attention may be given as a function of queries, keys and values."""
 
     def __init__(
-        self, attend: Callable[..., Tensor] = attention, kv_heads: int = HEADS, layers: int = 2, tied: bool = False
-    ) -> None:
+        self, attend: Callable[..., Tensor] = attention, kv_heads: int = HEADS, layers: int = 2, tied: bool = False,
+        learned_positions: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH) if learned_positions else None
         self.blocks = nn.ModuleList(Block(attend, kv_heads) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -126,6 +128,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, at: Tensor | None = None) -> Tensor:
         x, at = self.embed(ids), torch.arange(ids.size(1)) if at is None else at
+        if self.places is not None:
+            x = x + self.places(at)
         for block in self.blocks:
             x = block(x, at)
         return self.head(self.norm(x))

@@ -46,23 +46,26 @@ def test_rounding_changes_results_by_their_last_bits_and_no_integers(dtype: torc
     assert 0 < error <= 1.6 * torch.finfo(dtype).eps and total == 7 and torch.equal(view, x[3:5])
 
 
-@pytest.mark.parametrize("kind", ["topk", "max", "argmax", "dim 0", "smallest"])
+@pytest.mark.parametrize("kind", ["topk", "max", "argmax", "argmin", "sort", "dim 0", "smallest"])
 def test_a_choice_is_replayed_only_among_scores_that_agree(kind: str) -> None:
     """Rows in another order: a tie, a tie of masked scores, a choice of other scores, a gap above the limit."""
     scores = torch.tensor([[0.5, 0.5, 0.1], [0.3, -torch.inf, 0.3], [0.9, 0.8, 0.8], [0.2, 0.7, 0.7 + 1e-3]])
     moved = torch.tensor([[-1e-7, 1e-7, 0], [0, 0, 1e-7], [-0.5, 0, 1e-7], [0, 2e-3, 0]])
-    largest, k = kind != "smallest", 2 if kind == "topk" else 1
+    largest, k = kind not in ("smallest", "argmin"), {"topk": 2, "sort": 3}.get(kind, 1)
     one, ranks = (scores, scores + moved) if largest else (-scores, -scores - moved)
 
     def choose(x: torch.Tensor) -> torch.Tensor:
         if kind == "dim 0":
             return x.T.topk(1, dim=0).indices.T
-        if kind == "argmax":
-            return x.argmax(-1, keepdim=True)
+        if kind.startswith("arg"):
+            return getattr(x, kind)(-1, keepdim=True)
+        if kind == "sort":
+            return x.argsort(-1, descending=True)
         return x.max(-1, keepdim=True).indices if kind == "max" else x.topk(k, largest=largest).indices
 
-    given = [Choice(one.double(), torch.tensor([[0, 1], [0, 2], [0, 1], [2, 1]])[:, :k], largest, 1e-6, "router")]
-    order, own = torch.tensor([3, 1, 0, 2]), torch.tensor([[1, 0], [2, 0], [2, 1], [1, 2]])[:, :k]
+    right = torch.tensor([[0, 1, 2], [0, 2, 1], [0, 1, 2], [2, 1, 0]])[:, :k]
+    given = [Choice(one.double(), right, largest, 1e-6, "router")]
+    order, own = torch.tensor([3, 1, 0, 2]), torch.tensor([[1, 0, 2], [2, 0, 1], [2, 1, 0], [1, 2, 0]])[:, :k]
     assert choose(ranks).equal(own)
     with Choices(given) as choices:
         assert choose(ranks[order])[[2, 1]].equal(given[0].chosen[:2]), "ties"

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CHOOSE = ("aten::topk", "aten::max.dim", "aten::argmax")
+from megatron.certifying.of_torch.whole import local
+
+CHOOSE = {  # by operation: whether it chooses the largest if its arguments do not say
+    "aten::topk": True, "aten::max.dim": True, "aten::argmax": True, "aten::min.dim": False, "aten::argmin": False,
+    "aten::sort": False, "aten::sort.stable": False,
+}  # fmt: skip
 
 
 @dataclass
@@ -102,10 +107,15 @@ class Choices(TorchDispatchMode):
         if func.name() not in CHOOSE:
             return
         call = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
-        x, dim = call["self"], call.get("dim", None if func.name() == "aten::argmax" else -1)
-        if type(x) not in (Tensor, torch.nn.Parameter) or not x.is_floating_point() or not x.dim() or dim is None:
+        x, dim = call["self"], call.get("dim", None if func.name().startswith("aten::arg") else -1)
+        if not x.is_floating_point() or not x.dim() or dim is None:
             return
         values, indices = (None, out) if isinstance(out, Tensor) else out
+        if hasattr(x, "placements") and (indices.dim() == x.dim() or dim % x.dim() == x.dim() - 1):
+            x = x.detach().redistribute(placements=indices.placements).to_local()  # the dims of both are the same
+            values, indices = (part if part is None else local(part) for part in (values, indices))
+        if type(x) not in (Tensor, torch.nn.Parameter):
+            return
         if indices.dim() < x.dim():
             values, indices = (part if part is None else part.unsqueeze(dim) for part in (values, indices))
         scores, chosen = (part.detach().movedim(dim, -1) for part in (x, indices))
@@ -113,7 +123,8 @@ class Choices(TorchDispatchMode):
         scores, chosen = (part.reshape(-1, part.size(-1)).clone() for part in (scores, chosen))
         finite = scores[scores.isfinite()]
         last = torch.finfo(x.dtype).eps * float(finite.abs().max()) if finite.numel() else 0.0
-        choice = Choice(scores.double().cpu(), chosen.cpu(), call.get("largest", True), last)
+        largest = call.get("largest", call.get("descending", CHOOSE[func.name()]))
+        choice = Choice(scores.double().cpu(), chosen.cpu(), largest, last)
         number = len(self.made)
         self.made.append((self.inside[-1] if self.inside else 0, choice))
         right = self._of_call(number, choice) if self._same_calls else self._of_scores(choice)
