@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ class System:
         own_reference: the program's outcome on one process is its own, not ``cases.whole``.
         shown_by: the program in ``programs/`` that shows an error, by case; "" is for all cases that are not named.
         options: further arguments of the program.
+        python: the oldest Python that the library takes; "": any.
     """
 
     program: str
@@ -53,6 +55,7 @@ class System:
     own_reference: bool = False
     shown_by: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    python: str = ""
 
 
 WITH_DEEPSPEED, WITH_TRL = ("deepspeed",), ("trl", "deepspeed")
@@ -97,8 +100,31 @@ SYSTEMS: dict[str, System] = {
     "verl, sdpa": System(
         "verl", {"ranks": 2}, ("verl",), ("verl", "transformers"), shown_by={"": VERL}, options={"attention": "sdpa"}
     ),
-    "megatron-core": System("megatron_core", {"ranks": 2}, packages=("megatron-core",)),
+    "megatron-core": System(
+        "megatron_core", {"ranks": 2}, (), ("megatron-core",), True, {"": "megatron_core_loss.py"}, python="3.12"
+    ),
+    "megatron-core, per token": System(
+        "megatron_core", {"ranks": 2}, (), ("megatron-core",), True, options={"per_token": True}, python="3.12"
+    ),
 }
+
+
+def python_of(version: str) -> str:
+    """A Python of this version with what this project needs: the running one, or else that of tests/other_core.sh."""
+    if not version or sys.version_info >= tuple(map(int, version.split("."))):
+        return sys.executable
+    folder = CACHE.parent / version
+    if not (folder / "bin" / "python").exists():
+        pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python3")
+        there = [
+            str(name) for name in (shutil.which(f"python{version}"), *pyenv) if name
+        ]  # a shim of pyenv may not start
+        works = [name for name in there if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0]
+        if not works:
+            raise SystemExit(f"Python {version} is not on this machine")
+        names = {"VENV": str(folder), "PYTHON": works[0]}
+        subprocess.run(["bash", HERE.parents[1] / "scripts" / "setup.sh", "dev"], env=os.environ | names, check=True)
+    return str(folder / "bin" / "python")
 
 
 def folder_of(name: str) -> Path:
