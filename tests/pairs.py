@@ -7,7 +7,7 @@ The matrix of cases stays complete. ``by_pairs`` marks cases without a new pair 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from itertools import combinations
 from typing import Any
 
@@ -107,6 +107,13 @@ def also_in_full(*cases: Any) -> list[Any]:
     """Cases for ``pytest.mark.parametrize`` that run only with ``--full``."""
     every = (case if isinstance(case, tuple) else (case,) for case in cases)
     return [pytest.param(*case, marks=pytest.mark.full) for case in every]
+
+
+def full_but(cases: Iterable[Any], *usual: Any) -> list[Any]:
+    """``cases`` for ``pytest.mark.parametrize``; only those in ``usual`` run without ``--full``."""
+    every = list(cases)
+    assert set(usual) <= set(every), "no such case"
+    return [case if case in usual else also_in_full(case)[0] for case in every]
 
 
 def quick_too(cases: Sequence[tuple[Any, ...]], *quick: tuple[Any, ...]) -> list[Any]:

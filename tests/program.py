@@ -20,6 +20,8 @@ from tests.distributed.pool import fork_server
 from tests.distributed.worker import keep_coverage
 from tests.patience import patience
 
+# In which a program finds the repository, also from a script elsewhere.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
 GRACE = 10.0  # seconds for the other ranks to end after one has failed
 
 

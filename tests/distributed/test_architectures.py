@@ -397,11 +397,11 @@ OTHER_RULES.remove(("GPT-NeoX", "FPDT, TP 2 x R 2"))  # refused
 
 @pytest.mark.parametrize("place, grid", [*USUAL_RULES, *also_in_full(*OTHER_RULES)])
 @pytest.mark.usual(0)
-def test_norms_and_residuals_do_not_depend_on_the_grid(pool, shared, place, grid):
+def test_norms_and_residuals_do_not_depend_on_the_grid(pool, reference, place, grid):
     world, flags = RULES[grid]
     dropout = "--hidden-dropout 0.1" if "dropout" in flags else ""
     alone = f"{SMALL} {PLACES[place]} {dropout}"
-    losses, _, wanted = shared(("places", alone), lambda: pool.run(run_training, 1, alone, True, 3)[0])
+    losses, _, wanted = reference(run_training, alone, True, 3)
     results = pool.run(run_training, world, f"{SMALL} {PLACES[place]} {flags}", True, 3, timeout=120)
     for mine, _, _ in results:
         assert mine == pytest.approx(losses, rel=1e-5)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from megatron.training.settings.config import Config, DataConfig
 from megatron.training.watch import LEAST, Watch
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
 from tests.distributed.training_runs import make_job, run_loop
+from tests.pairs import full_but
 from tests.patience import patience
-from tests.program import run_ranks
+from tests.program import ENVIRONMENT, run_ranks
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 DOCUMENTS, LENGTH, SEED = 300, 40, 1234
@@ -78,7 +80,7 @@ def spoil(corpus: Path, steps: int, step: int, token: int) -> int:
 
 
 def run(words: list[str], ranks: int, program: Path = PROGRAM) -> list[subprocess.CompletedProcess]:
-    return run_ranks(program, words, {**os.environ, "OMP_NUM_THREADS": "1"}, ranks)
+    return run_ranks(program, words, ENVIRONMENT, ranks)
 
 
 def line_of(done: list[subprocess.CompletedProcess]) -> str:
@@ -89,14 +91,7 @@ def line_of(done: list[subprocess.CompletedProcess]) -> str:
     return re.sub(r" \(rank \d+ on .*\)$", "", line)
 
 
-@pytest.mark.parametrize(
-    ("grid", "workers"),
-    [
-        pytest.param(grid, workers, marks=() if grid in USUAL and not workers else pytest.mark.full)
-        for grid in GRIDS
-        for workers in (0, 2)
-    ],
-)
+@pytest.mark.parametrize("grid, workers", full_but(product(GRIDS, (0, 2)), *product(USUAL, (0,))))
 @pytest.mark.usual(0)
 def test_an_id_beyond_the_vocabulary(corpus, grid, workers):
     """The same line on every grid after the same steps, also with loader processes."""

@@ -7,12 +7,14 @@ import ast
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import megatron.core
 import pytest
 import torch
 
 import megatron.context_parallel as cp
+from megatron.context_parallel.layout.documents import Samples
 from megatron.context_parallel.layout.grid import Axis, make_grid
 from tests.distributed.test_mask_attention import dense
 
@@ -146,8 +148,6 @@ def test_tokens_of_packed_sequences_may_come_without_a_batch_dimension():
         ({"num_splits": 2}, {}, "num_splits"),
         ({}, {"num_splits": 2}, "num_splits"),
         ({}, {"packed_seq_params": {"qkv_format": "sbhd"}}, "qkv_format"),
-        ({}, {"packed_seq_params": {"cu_seqlens_kv": torch.tensor([0, 48])}}, "cu_seqlens_kv differs"),
-        ({}, {"packed_seq_params": {"local_cp_size": 2}}, "local_cp_size"),
         ({"settings": {"separate": False}}, {"packed_seq_params": {}}, "separate"),
         ({"attn_mask_type": "no_mask"}, {"packed_seq_params": {"cu_seqlens_q_padded": torch.tensor(PADDED)}},
          "needs a causal mask"),
@@ -251,18 +251,6 @@ def test_layers_without_rope(number):
     assert torch.equal(layer(q, k, v), plain if number % 2 == 0 else rotated) and not torch.equal(plain, rotated)
 
 
-@pytest.mark.parametrize("options", [{"cu_seqlens_q": None}, {"qkv_format": "bshd"}])
-def test_packed_sequences_of_another_form_are_refused(options):
-    from types import SimpleNamespace
-
-    from megatron.context_parallel.core.core_attention import with_packed
-    from megatron.context_parallel.layout.documents import Samples
-
-    given = SimpleNamespace(**({"qkv_format": "thd", "cu_seqlens_q": torch.tensor([0, 4])} | options))
-    with pytest.raises(ValueError, match='must have qkv_format="thd" and cu_seqlens_q'):
-        with_packed(Samples(), given, cp.Causal())
-
-
 @pytest.mark.parametrize(
     "kind, more, ends, message",
     [
@@ -275,11 +263,12 @@ def test_packed_sequences_of_another_form_are_refused(options):
         ("causal", {"cu_seqlens_kv": PADDED}, None, "cu_seqlens_kv differs from cu_seqlens_q"),
         ("causal", {"local_cp_size": 2}, None, "leave local_cp_size and cp_group out"),
         ("causal", {"cp_group": "a group"}, None, "leave local_cp_size and cp_group out"),
+        ("causal", {"cu_seqlens_q": None}, None, 'must have qkv_format="thd" and cu_seqlens_q'),
+        ("causal", {"qkv_format": "bshd"}, None, 'must have qkv_format="thd" and cu_seqlens_q'),
     ],
 )
 def test_documents_of_packed_sequences(kind, more, ends, message):
     from megatron.context_parallel.core.core_attention import with_packed
-    from megatron.context_parallel.layout.documents import Samples
 
     more = {name: torch.tensor(value, dtype=torch.int32) if isinstance(value, tuple) else value
             for name, value in more.items()}  # fmt: skip
@@ -297,8 +286,6 @@ def test_documents_of_packed_sequences(kind, more, ends, message):
 
 
 def test_dropped_outputs_and_their_bias_are_added_to_the_input():
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.gpt_dropout import stream_of
     from megatron.context_parallel.core.transformer_layer import FFN, LongContextLayer
 
@@ -319,8 +306,6 @@ def test_dropped_outputs_and_their_bias_are_added_to_the_input():
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_norms_against_their_definition(normalization, zero_centered):
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.spec import AllHeadsNorm, Norm
 
     config = SimpleNamespace(layernorm_zero_centered_gamma=zero_centered, params_dtype=torch.float64,
@@ -342,7 +327,6 @@ def test_norms_against_their_definition(normalization, zero_centered):
 @pytest.mark.parametrize("size, rank, first", [(1, 0, 0), (2, 0, 0), (2, 1, 2), (4, 2, 2), (4, 3, 3)])
 def test_dropout_of_a_tp_rank_is_that_of_its_heads(size, rank, first):
     from megatron.context_parallel.core.gpt_dropout import ModelDropout
-    from megatron.context_parallel.layout.documents import Samples
 
     layout = cp.SequenceLayout(LENGTH, cp.abstract_grid(tensor=size).at(tensor=rank))
     layer = core_attention({"dropout": ModelDropout(attention=0.5, seed=3)}, layout=layout, layer_number=2)
@@ -353,7 +337,6 @@ def test_dropout_of_a_tp_rank_is_that_of_its_heads(size, rank, first):
 
 def test_each_dropout_of_a_model_has_its_own_stream():
     from megatron.context_parallel.core import gpt_dropout
-    from megatron.context_parallel.layout.documents import Samples
 
     model, batch = gpt_dropout.ModelDropout(0.5, 0.5), Samples((7,))
     streams = [model.of_weights(layer, batch, 0).stream for layer in range(1, 9)]
@@ -390,8 +373,6 @@ def test_the_mask_of_a_window(window, causal, mask):
 
 
 def test_a_layer_with_output_norms_normalizes_the_sum_with_the_bias():
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.transformer_layer import FFN, LongContextLayer
 
     x, bias, residual = torch.randn(5, 1, 8), torch.randn(8), torch.randn(5, 1, 8)
@@ -408,11 +389,8 @@ def test_a_layer_with_output_norms_normalizes_the_sum_with_the_bias():
 
 @pytest.mark.parametrize("training, hidden, drops", [(True, 0.5, True), (True, 0.0, False), (False, 0.5, False)])
 def test_hidden_states_are_dropped_in_training_only(training, hidden, drops):
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.gpt_dropout import ModelDropout
     from megatron.context_parallel.core.transformer_layer import AttentionSettings, LongContextLayer
-    from megatron.context_parallel.layout.documents import Samples
 
     settings = AttentionSettings(cp.SequenceLayout(LENGTH, cp.abstract_grid()), dropout=ModelDropout(hidden=hidden))
     config = SimpleNamespace(sequence_parallel=False)
@@ -428,8 +406,6 @@ def rounded_once(function, *inputs):
 
 
 def test_norms_and_gates_in_half_precision_are_rounded_once():
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.mixers.gated_delta_net import GatedDeltaNet, unit
     from megatron.context_parallel.core.mixers.mamba2 import GroupNorm, Mamba2
     from megatron.context_parallel.core.spec import AllHeadsNorm
@@ -455,8 +431,6 @@ def test_norms_and_gates_in_half_precision_are_rounded_once():
 @pytest.mark.parametrize("recompute, training, again", [("selective", True, True), ("selective", False, False),
                                                         ("full", True, False), (None, True, False)])  # fmt: skip
 def test_the_mixer_of_a_state_is_recomputed_if_asked(monkeypatch, recompute, training, again):
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.mixers import state_mixer
 
     taken, x = [], torch.randn(4, 1, 8)
@@ -472,8 +446,6 @@ def test_the_mixer_of_a_state_is_recomputed_if_asked(monkeypatch, recompute, tra
     "recompute, training, again", [("full", True, True), ("full", False, False), (None, True, False)]
 )
 def test_a_layer_of_later_tokens_is_recomputed_if_asked(monkeypatch, recompute, training, again):
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core import later_tokens
 
     taken, x = [], torch.randn(4, 1, 8)
@@ -509,8 +481,6 @@ def test_transformer_engine_has_no_layers_of_ours(options):
 
 
 def test_experts_count_and_gate_in_the_dtype_that_is_asked():
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core.experts import SUMS, ExpertRouter
 
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64), (None, torch.bfloat16)):
@@ -546,10 +516,7 @@ def test_the_last_norm_is_in_chunks_under_fpdt(fpdt):
 @pytest.mark.parametrize("ffn_chunks, pieces", [(1, 1), (4, 1), (5, 2), (12, 3)])
 @pytest.mark.parametrize("training", [True, False])
 def test_a_chunk_of_fpdt_has_its_share_of_the_spans_of_the_ffn(monkeypatch, ffn_chunks, pieces, training):
-    from types import SimpleNamespace
-
     from megatron.context_parallel.core import transformer_layer
-    from megatron.context_parallel.layout.documents import Samples
 
     made = []
     monkeypatch.setattr(transformer_layer, "ChunkedLayer", lambda **options: made.append(options) or (lambda x: x))

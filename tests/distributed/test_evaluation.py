@@ -23,7 +23,7 @@ from tests.distributed.test_hugging_face_load import LLAMA_SIZES
 from tests.distributed.training_runs import data_of, evaluated_loss, make_job, refusal_of
 from tests.hugging_face import save_model
 from tests.patience import patience
-from tests.program import run_forked, run_ranks, start_forked
+from tests.program import ENVIRONMENT, run_forked, run_ranks, start_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -250,8 +250,6 @@ def test_loss_by_position_is_that_of_transformers(pool, llama, texts):
 
 # ---- programs
 
-PROGRAM = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=full)])
 def test_the_program_writes_tables_json_and_pictures(llama, tmp_path, ranks):
@@ -260,7 +258,7 @@ def test_the_program_writes_tables_json_and_pictures(llama, tmp_path, ranks):
         f"ruler-multi-key --eval-depths 3 --eval-samples 1 --eval-lengths 128 256 --device cpu "
         f"--make-vocab-size-divisible-by 1 {PACKED} --ring-parallel-size {ranks} --eval-output {tmp_path}/out"
     )
-    first, *others = run_ranks(ROOT / "tools" / "evaluate.py", flags.split(), PROGRAM, ranks)
+    first, *others = run_ranks(ROOT / "tools" / "evaluate.py", flags.split(), ENVIRONMENT, ranks)
     assert first.returncode == 0 and not any(other.returncode or other.stdout for other in others), first.stderr
     assert "needle: answer tokens right" in first.stdout and "ruler-multi-key" in first.stdout
     result = json.loads((tmp_path / "out" / "evaluation.json").read_text())
@@ -296,7 +294,7 @@ def test_of_two_jobs_with_one_output_each_is_complete_or_refused(llama, tmp_path
         words = flags.format(text=text, out=out).split()
         jobs = []
         for at in ("first", "second"):
-            jobs.append(start_forked(ROOT / "tools" / f"{program}.py", words, PROGRAM, tmp_path / f"{at}{number}"))
+            jobs.append(start_forked(ROOT / "tools" / f"{program}.py", words, ENVIRONMENT, tmp_path / f"{at}{number}"))
             time.sleep(draw.uniform(0, 0.5) if number else 0)
         for job, at in zip(jobs, ("first", "second")):
             job.join(patience(100))
@@ -373,7 +371,7 @@ def test_training_logs_its_tasks(tmp_path):
         "--eval-iters 1 --eval-tasks needle loss-by-position --eval-depths 2 --eval-samples 1 --log-interval 1 "
         f"--log-jsonl {tmp_path}/log.jsonl --tensorboard-dir {tmp_path}/board --eval-output {tmp_path}/out"
     )
-    done = run_forked(ROOT / "pretrain_llama.py", flags.split(), PROGRAM)
+    done = run_forked(ROOT / "pretrain_llama.py", flags.split(), ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("needle: answer tokens right") == 2
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

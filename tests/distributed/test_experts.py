@@ -124,12 +124,6 @@ def run(flags: str, steps: int = 2, mistake: Any = None) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("experts", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
-
-
 def compare(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for rank, mine in enumerate(results):
         assert mine["losses"] == pytest.approx(expected["losses"], rel=1e-5), f"losses of rank {rank}"
@@ -147,7 +141,7 @@ def compare(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 @pytest.mark.usual(0, 1, 4, 8)
 def test_experts_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     changes = " ".join(flags for flags in CHANGES if flags in grid and flags not in model)
-    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(f"{model} {changes}".strip()))
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, f"{model} {changes}".strip()))
 
 
 def chunk_by_chunk(router: Any) -> None:
@@ -170,12 +164,12 @@ def test_a_recomputed_layer_takes_the_experts_of_its_first_pass(pool, reference,
         pool.run(run, 1, f"{model} {recompute}", 1, other_logits_in_the_second_pass, timeout=120)[0]["tokens"]
         for recompute in (FULL, REPLAY)
     )
-    assert replayed[0] == reference(model)["tokens"][0] != again[0]
+    assert replayed[0] == reference(run, model)["tokens"][0] != again[0]
 
 
 def test_sinkhorn_of_each_rank_alone_is_noticed(pool, reference):
     wrong = pool.run(run, 2, f"{SINKHORN} {cp(1, 2)}", 1, alone, timeout=120)
-    assert wrong[0]["tokens"][0] != reference(SINKHORN)["tokens"][0]
+    assert wrong[0]["tokens"][0] != reference(run, SINKHORN)["tokens"][0]
 
 
 def with_one_mesh(flags: str) -> dict[str, Any]:
@@ -194,7 +188,7 @@ def with_one_mesh(flags: str) -> dict[str, Any]:
 def test_a_wrong_mesh_is_noticed(pool, reference):
     wrong = pool.run(with_one_mesh, 2, f"{MIXTRAL} {cp(1, 2)} {ep(2)} {ZERO3}", timeout=120)
     with pytest.raises(AssertionError):
-        compare(wrong, reference(MIXTRAL))
+        compare(wrong, reference(run, MIXTRAL))
 
 
 def collapsed(router: Any) -> None:
@@ -214,7 +208,7 @@ def test_a_rank_whose_experts_have_no_tokens(pool, world, grid):
 
 
 def test_masked_tokens_are_left_out(reference):
-    one = reference(MIXTRAL)
+    one = reference(run, MIXTRAL)
     for tokens, counted in zip(one["tokens"], one["counted"], strict=True):
         assert [sum(layer) for layer in tokens] == [2 * counted] * 2
     assert one["counted"][0] < 4 * 64  # the end of a document is masked
@@ -222,7 +216,7 @@ def test_masked_tokens_are_left_out(reference):
 
 def test_experts_drop_the_tokens_beyond_their_capacity(reference):
     for model in (DROPPED, FIRST):
-        dropped = reference(model)
+        dropped = reference(run, model)
         most = 0.75 * 2 * 2 * 64 / 8 * 2  # two micro-batches
         assert max(max(layer) for layer in dropped["tokens"][0]) <= most
         assert sum(dropped["tokens"][0][0]) < 2 * dropped["counted"][0]
@@ -245,7 +239,7 @@ def test_a_choice_beyond_the_capacity_has_no_weight(pool, model):
 
 
 def test_biases_follow_the_load(reference):
-    one = reference(DEEPSEEK)  # two steps of 0.01, up or down
+    one = reference(run, DEEPSEEK)  # two steps of 0.01, up or down
     ((layer, biases),) = one["biases"].items()
     assert layer == 2 and len({round(abs(bias), 6) for bias in biases} - {0.0, 0.01, 0.02}) == 0
     first = one["tokens"][0][0]

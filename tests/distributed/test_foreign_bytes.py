@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import types
@@ -11,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
+from tests.distributed.test_program import FLAGS, PROGRAM
 from tests.distributed.test_whole_checkpoints import SMALL
 from tests.distributed.training_runs import make_job, refusal_of, save_job
-from tests.program import run_forked
+from tests.program import ENVIRONMENT, run_forked
 from tests.unit.test_foreign_bytes import MODULE, POPEN, before, call, text
 from tools import convert_hf
 
@@ -65,7 +64,7 @@ def test_no_code_is_run_by_training_or_conversion(pool, attacked, tmp_path, caps
 def test_the_program_ends_in_a_line(attacked):
     folder, harm = attacked
     flags = [*FLAGS.split(), "--num-layers", "1", "--vocab-size", "301", "--train-iters", "1", "--load", str(folder)]
-    done = run_forked(PROGRAM, flags, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = run_forked(PROGRAM, flags, ENVIRONMENT)
     lines = [line for line in done.stderr.splitlines() if "error: " in line]
     assert done.returncode == 2 and len(lines) == 1 and "could run code" in lines[0], done.stderr
     assert "Traceback" not in done.stderr and not harm.exists()

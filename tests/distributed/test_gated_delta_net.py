@@ -97,16 +97,6 @@ def run(flags: str, mistake: Any = None, steps: int = 2) -> tuple[list[float], l
             undo()
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-
-    def on_one_process(flags: str, change: Any = None) -> tuple:
-        return shared(("states", flags, change), lambda: pool.run(run, 1, flags, change, timeout=120)[0])
-
-    return on_one_process
-
-
 def largest_error(grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     return max(wrong_by(grads, expected, name) for name in grads)
 
@@ -117,25 +107,25 @@ def limit_of_gradients(results: list[tuple], model: str, reference: Callable) ->
     With experts, that effect is 1.3e-5, on the decays of the last layer; grids err by 4e-6 to 1.1e-5, and in fp64 by
     nothing (test_layer_kinds.py).
     """
-    expected = reference(model)[2]
+    expected = reference(run, model)[2]
     if all(largest_error(grads, expected) < 1e-5 for *_, grads in results):
         return 1e-5
     # a larger one: the last bit chooses other experts
-    return limit_of_rounding(1e-5, largest_error(reference(model, last_bit)[2], expected), 1e-4)
+    return limit_of_rounding(1e-5, largest_error(reference(run, model, last_bit)[2], expected), 1e-4)
 
 
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(0, 2, 6)
 def test_states_do_not_depend_on_the_grid(pool, reference, world, model, grid):
     results = pool.run(run, world, f"{model} {grid}", timeout=180)
-    compare_runs(results, reference(model), of_gradients=limit_of_gradients(results, model, reference))
+    compare_runs(results, reference(run, model), of_gradients=limit_of_gradients(results, model, reference))
 
 
 @pytest.mark.lab
 def test_the_limit_of_rounding_notices_a_mistake(pool, reference):
     wrong = pool.run(run, 2, f"{EXPERTS} {cp(1, 2)}", without_states, timeout=120)
     with pytest.raises(AssertionError, match="gradient of|losses of|norms of"):
-        compare_runs(wrong, reference(EXPERTS), of_gradients=limit_of_gradients(wrong, EXPERTS, reference))
+        compare_runs(wrong, reference(run, EXPERTS), of_gradients=limit_of_gradients(wrong, EXPERTS, reference))
 
 
 def norm_over_a_group() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -187,7 +177,7 @@ BF16 = f"{SHORT} --bf16"
 @pytest.mark.usual(0)
 def test_bf16(pool, reference, world, grid):
     """Gradients differ from one process by no more than by its rounding, which is measured against fp32."""
-    exact, near = reference(SHORT), reference(BF16)
+    exact, near = reference(run, SHORT), reference(run, BF16)
     rounding = max_error(near[2], exact[2])
     results = pool.run(run, world, f"{BF16} {grid}", timeout=120)
     for losses, _, grads in results:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.flags import A2A, ETP1, P2, R2, RUN, SHAPE, T2, U2, ep
 from tests.hugging_face import save_model
-from tests.program import run_forked, run_ranks
+from tests.pairs import full_but
+from tests.program import ENVIRONMENT, run_forked, run_ranks
 from tools.convert_hf import main as convert
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,12 +113,8 @@ USUAL = {
     ("bloom", "R 3"),
     ("mixtral", "EP 2 on TP 2"),
 }
-CASES = [
-    pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
-    for kind in KINDS
-    for grid in (*GRIDS, *(EXPERT_GRIDS if kind in WITH_EXPERTS else ()))
-    if (kind, grid) != ("olmo3", "TP 4")  # refused: two KV heads
-]
+EVERY = (*product(KINDS, GRIDS), *product(WITH_EXPERTS, EXPERT_GRIDS))
+CASES = full_but((case for case in EVERY if case != ("olmo3", "TP 4")), *USUAL)  # refused: two KV heads
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +245,7 @@ RULES = {
 }
 FORCED_GRIDS = ("one process", "U 2 x R 2", "R 3", "TP 2 x R 2")
 FORCED_USUAL = {("learned positions, function", "R 3"), ("sinks, GQA, narrow window", "U 2 x R 2")}
-FORCED_CASES = [
-    pytest.param(rule, grid, marks=() if (rule, grid) in FORCED_USUAL else pytest.mark.full)
-    for rule in RULES
-    for grid in FORCED_GRIDS
-]
+FORCED_CASES = full_but(product(RULES, FORCED_GRIDS), *FORCED_USUAL)
 TOTAL = 96
 
 
@@ -299,11 +292,10 @@ def function(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("rule, grid", FORCED_CASES)
 @pytest.mark.usual(0)
-def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rule, grid):
+def test_logits_are_those_of_one_pass_over_the_whole(pool, reference, function, rule, grid):
     flags, mask = RULES[rule]
     mask = mask.format(function=function)
-    expected = shared(("teacher forcing", rule), lambda: pool.run(forced, 1, flags, mask, "")[0])
-    decoded, whole = expected
+    decoded, whole = reference(forced, flags, mask, "")
     scale = whole.abs().max()
     assert (decoded - whole).abs().max() <= 1e-5 * scale and scale > 1
     world, words = GRIDS[grid]
@@ -314,15 +306,14 @@ def test_logits_are_those_of_one_pass_over_the_whole(pool, shared, function, rul
 
 def test_the_program(folders, transformers_tokens, tmp_path):
     """tools/generate.py under torchrun with a folder of tools/convert_hf.py: answers in a file."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     converted = ["--from-hf", str(folders("llama")), "--to", str(tmp_path / "ours")]
-    assert run_forked(ROOT / "tools" / "convert_hf.py", converted, environment).returncode == 0
+    assert run_forked(ROOT / "tools" / "convert_hf.py", converted, ENVIRONMENT).returncode == 0
     file, output = tmp_path / "prompts.jsonl", tmp_path / "out" / "answers.jsonl"
     rows = [{"tokens": prompts()[0]}, {"prompt": " ".join(map(str, prompts()[1]))}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["--load", str(tmp_path / "ours"), "--prompts", str(file), "--output", str(output)]
     argv += f"--max-new-tokens {NEW} --ring-parallel-size 2 --device cpu {NULL}".split()
-    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
+    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, ENVIRONMENT, 2)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     result = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["tokens"] for row in result] == transformers_tokens("llama")[:2]
@@ -334,7 +325,6 @@ def test_the_program(folders, transformers_tokens, tmp_path):
 
 @pytest.mark.full
 def test_a_rank_that_dies_is_named_by_the_others(folders, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     (tmp_path / "mask.py").write_text(
         "import os\n\n\ndef deadly(q, k):\n    if os.environ['RANK'] == '1':\n        os.kill(os.getpid(), 9)\n"
         "    return q >= k\n"
@@ -342,6 +332,6 @@ def test_a_rank_that_dies_is_named_by_the_others(folders, tmp_path):
     argv = ["--load", str(folders("llama")), "--prompt", "3 4 5", *f"--max-new-tokens 2 --device cpu {NULL}".split()]
     argv += ["--ring-parallel-size", "2", "--attention-mask", "function"]
     argv += ["--mask-function", f"{tmp_path}/mask.py:deadly"]
-    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, environment, 2)
+    first, second = run_ranks(ROOT / "tools" / "generate.py", argv, ENVIRONMENT, 2)
     assert (first.returncode, second.returncode) == (1, -9), first.stderr
     assert "error: rank 1 on " in first.stderr and "Traceback" not in first.stderr, first.stderr

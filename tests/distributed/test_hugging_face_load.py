@@ -23,6 +23,7 @@ from tests.distributed.flags import P2, R2, SP, U2, ZERO1, ZERO3, fpdt
 from tests.distributed.training_runs import make_job, train_job
 from tests.families import FAMILIES, outcome
 from tests.hugging_face import save_model
+from tests.pairs import full_but
 from tests.program import run_forked, run_ranks
 from tools import convert_hf
 
@@ -181,7 +182,7 @@ USUAL = ("afmoe", "gemma3", "roberta", "marian", "doge", "rwkv", "llama4_text", 
 
 
 @SAME_VERSION
-@pytest.mark.parametrize("family", [pytest.param(x, marks=() if x in USUAL else pytest.mark.full) for x in ROWS])
+@pytest.mark.parametrize("family", full_but(ROWS, *USUAL))
 def test_the_table_is_correct(pool, family):
     expected, why = ROWS[family]
     ulysses, ring = (2, 2) if expected == "parity" else (1, 1)

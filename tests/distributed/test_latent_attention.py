@@ -95,16 +95,10 @@ def first_block_alone(job: Any) -> Callable[[], None]:
     return lambda: setattr(LatentSource, "_add_grads", right)
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("latents", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
-
-
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(0, 2, 5, 6, 7)
 def test_latents_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+    compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, model))
 
 
 def over_a_group(sequence_parallel: bool) -> None:

@@ -75,16 +75,10 @@ def run(flags: str, mistake: Callable | None = None, steps: int = 2) -> tuple[li
     return losses, [one.grad_norm for one in results], grads
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("later tokens", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
-
-
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(2, 3, 4, 5)
 def test_losses_and_gradients_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    expected = reference(model)
+    expected = reference(run, model)
     further = {EXPERTS: 2, DEEPSEEK: 1}.get(model, 0)  # auxiliary losses
     assert (
         len(expected[0]) == 2 * (2 + further if model == ONE else 3 + further)
@@ -146,8 +140,8 @@ def by_hand(flags: str) -> tuple[list[float], list[float], dict[str, torch.Tenso
     "model, world, grid", [(MTP, 1, ""), (MTP, 2, cp(1, 2)), (DOCUMENTS, 2, cp(1, 2)), (UNBALANCED, 2, ep(2))]
 )
 @pytest.mark.usual(0, 3)
-def test_against_a_computation_written_out(pool, shared, model, world, grid):
-    expected = shared(("by hand", model), lambda: pool.run(by_hand, 1, model, timeout=120)[0])
+def test_against_a_computation_written_out(pool, reference, model, world, grid):
+    expected = reference(by_hand, model)
     compare_runs(pool.run(run, world, f"{model} {grid}", None, 1, timeout=120), expected)
 
 

@@ -80,9 +80,9 @@ IN_FP64 = {
 
 
 @pytest.mark.parametrize("kind, world, grid", [(kind, *one) for kind, (*_, grids) in IN_FP64.items() for one in grids])
-def test_a_layer_in_fp64(pool, shared, kind, world, grid):
+def test_a_layer_in_fp64(pool, reference, kind, world, grid):
     model, count, _ = IN_FP64[kind]
-    expected = shared(("in fp64", kind), lambda: pool.run(layer_in_fp64, 1, model, timeout=120)[0])
+    expected = reference(layer_in_fp64, model)
     assert len(expected) == count
     for mine in pool.run(layer_in_fp64, world, f"{model} {grid}", timeout=120):
         for name in expected:

@@ -45,12 +45,6 @@ def run(flags: str) -> tuple[list[float], list[float], dict]:
     return run_training(flags, steps=2)
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("layer rules", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
-
-
 def compare(results: list[tuple], expected: tuple) -> None:
     for rank, (losses, norms, _) in enumerate(results):
         assert losses == pytest.approx(expected[0], rel=1e-5), f"losses of rank {rank}"
@@ -61,7 +55,7 @@ def compare(results: list[tuple], expected: tuple) -> None:
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(0, 1, 5)
 def test_rules_of_layers_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+    compare(pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, model))
 
 
 # What each model would compute without one of its rules.
@@ -90,7 +84,7 @@ USUAL = ("all layers full", "one base", "RoPE everywhere", "--attn-logit-softcap
 def test_the_rules_matter(pool, reference, what):
     model, without = CONTROLS[what]
     with pytest.raises(AssertionError, match="gradient norm|losses"):
-        compare(pool.run(run, 2, f"{without} {cp(1, 2)}", timeout=120), reference(model))
+        compare(pool.run(run, 2, f"{without} {cp(1, 2)}", timeout=120), reference(run, model))
 
 
 def rules(flags: str) -> list[tuple[int, str, Any]]:

@@ -344,11 +344,10 @@ def train_by_scores(
 
 @pytest.mark.parametrize("world, model, grid", CORE)
 @pytest.mark.usual(0, 1)
-def test_models_of_core(pool, on_one_process, shared, world, model, grid):
+def test_models_of_core(pool, on_one_process, reference, world, model, grid):
     losses, _, grads = on_one_process(model, True)
     changed = {"temperature": 0.8, "entropy": True}
-    key = ("log_probs", model)
-    regular = shared(key, lambda: pool.run(train_by_scores, 1, model, changed, 0.1, timeout=120)[0])
+    regular = reference(train_by_scores, model, changed, 0.1)
     for options, entropy, (expected, expected_grads) in (({}, 0.0, (losses, grads)), (changed, 0.1, regular)):
         results = pool.run(train_by_scores, world, f"{model} {grid}", options, entropy, timeout=180)
         assert all(mine == pytest.approx(expected[:1], rel=1e-6) for mine, _ in results)

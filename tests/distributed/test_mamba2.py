@@ -38,13 +38,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("mamba2", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
-
-
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(0, 4, 7)
 def test_hybrids_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+    compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, model))

@@ -29,10 +29,6 @@ def trained(flags, steps=STEPS):
     return losses, full_parameters(job)
 
 
-def on_one_process(pool, shared, flags):
-    return shared(("muon", flags), lambda: pool.run(trained, 1, flags)[0])
-
-
 def largest_difference(results, losses, weights):
     """Of losses, and of weights relative to the largest entry of each, on all ranks together."""
     apart = [abs(a - b) / b for mine, _ in results for a, b in zip(mine, losses)]
@@ -62,14 +58,14 @@ def largest_difference(results, losses, weights):
         (4, f"{P2} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1", "--num-layers 4"),
     ],
 )
-def test_a_grid_trains_like_one_process(pool, shared, world, grid, model):
-    losses, weights = on_one_process(pool, shared, model)
+def test_a_grid_trains_like_one_process(pool, reference, world, grid, model):
+    losses, weights = reference(trained, model)
     results = pool.run(trained, world, f"{model} {grid}", timeout=120)
     assert largest_difference(results, losses, weights) < 1e-5
 
 
-def test_newton_schulz_on_the_part_of_a_rank_is_another_optimizer(pool, shared):
-    losses, weights = on_one_process(pool, shared, "--muon-nesterov")
+def test_newton_schulz_on_the_part_of_a_rank_is_another_optimizer(pool, reference):
+    losses, weights = reference(trained, "--muon-nesterov")
     results = pool.run(trained, 2, f"--muon-nesterov {SP} --muon-tp-mode blockwise")
     assert largest_difference(results, losses, weights) > 1e-2
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments.schedule import LengthStageEnded
 from tests.distributed.flags import LLAMA, RUN, SHAPE
 from tests.distributed.training_runs import compare_gradients, make_job, train_job
+from tests.pairs import full_but
 
 MOCK = "--mock-data"
 GRIDS = {
@@ -54,14 +56,7 @@ def single(pool, corpus):
     return lambda kind: made.get(kind) or made.setdefault(kind, pool.run(steps, 1, str(corpus), kind, "")[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "grid"),
-    [
-        pytest.param(kind, grid, marks=() if (kind, grid) in USUAL else pytest.mark.full)
-        for kind in ("greedy", "best-fit", "by-work")
-        for grid in GRIDS
-    ],
-)
+@pytest.mark.parametrize("kind, grid", full_but(product(("greedy", "best-fit", "by-work"), GRIDS), *USUAL))
 @pytest.mark.usual(2)
 def test_a_packing_on_a_grid(pool, corpus, single, kind, grid):
     results = pool.run(steps, 4, str(corpus), kind, GRIDS[grid])
@@ -174,14 +169,7 @@ def test_gradients_of_a_later_stage(pool, corpus, undisturbed, tmp_path, kind, g
     compare_gradients([mine[0] for _, _, mine in results], gradients[stage])
 
 
-@pytest.mark.parametrize(
-    ("grids", "stop"),
-    [
-        pytest.param(grids, stop, marks=() if (grids[0], stop) == ("R", 3) else pytest.mark.full)
-        for grids in MIXED
-        for stop in (1, 3, 5)
-    ],
-)
+@pytest.mark.parametrize("grids, stop", full_but(product(MIXED, (1, 3, 5)), ("R, TP, U with FPDT", 3)))
 @pytest.mark.lab
 def test_stages_on_other_grids(pool, corpus, undisturbed, tmp_path, grids, stop):
     """Each stage has its own grid; within a stage the run stops and goes on with other grids on more processes."""

@@ -270,9 +270,9 @@ def run(flags: str, name: str | None = None) -> tuple[list[float], list[float], 
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_error_is_noticed(pool, shared, name):
+def test_a_planted_error_is_noticed(pool, shared, reference, name):
     world, model, grid, _ = PLANTED[name]
-    alone = shared(("planted", model), lambda: pool.run(run, 1, model, timeout=120)[0])
+    alone = reference(run, model)
     right = shared(("planted", world, model, grid), lambda: pool.run(run, world, f"{model} {grid}", timeout=120))
     compare_runs(right, alone)
     with pytest.raises(AssertionError, match="losses of rank|norms of rank|gradient of"):
@@ -316,9 +316,9 @@ def gradients(result: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("module, mistake, model, grid, name", MISTAKES)
-def test_a_mistake_in_a_kind_of_layer_is_noticed(pool, shared, module, mistake, model, grid, name):
+def test_a_mistake_in_a_kind_of_layer_is_noticed(pool, reference, module, mistake, model, grid, name):
     work = getattr(module, "run", None) or module.tune
-    right = shared(("alone", module.__name__, model), lambda: pool.run(work, 1, model, timeout=120)[0])
+    right = reference(work, model)
     world = 1 if grid in ("", FPDT) else 2
     wrong = pool.run(work, world, f"{model} {grid}", mistake=mistake, timeout=120)[0]
     assert wrong_by(gradients(wrong), gradients(right), name) > 1e-3

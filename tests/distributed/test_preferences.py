@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.chats import CHATML, make_tokenizer, sentence
+from tests.chats import CHATML, sentence
 from tests.distributed.flags import LLAMA, P2, R2, SP, T2, U2
-from tests.distributed.test_sft import BASE, LENGTH, LORA, SIZES, U2R2, chat_job
+from tests.distributed.test_sft import BASE, LENGTH, LORA, U2R2, chat_job, random_model
 from tests.distributed.training_runs import compare_gradients, refusal_of, save_job, train_job
 from tests.pairs import also_in_full
 
@@ -38,25 +38,19 @@ def row(draw: random.Random, number: int) -> dict[str, Any]:
     return {"chosen": before + answers[0], "rejected": before + answers[1]}
 
 
+def prepare_pairs(folder: Path, flags: str, rows: list[dict], kind: type = LlamaForCausalLM, **sizes: int) -> str:
+    """Write a random model and the rows; returns the flags of a run with them."""
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    start = random_model(folder / "model", kind, **sizes)
+    return f"{flags} --seq-length {2 * LENGTH} --max-position-embeddings {2 * LENGTH} --data-path {pairs} {start}"
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Flags for a random model of transformers, its tokenizer and some pairs; and the folder."""
     folder, draw = tmp_path_factory.mktemp("dpo"), random.Random(2)
-    make_tokenizer(folder / "model", "chatml", marked=False)
-    rows = [row(draw, number) for number in range(PAIRS)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(AutoTokenizer.from_pretrained(folder / "model")), **SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.1)
-    model.save_pretrained(folder / "model")
-    flags = (
-        f"--dpo --seq-length {2 * LENGTH} --max-position-embeddings {2 * LENGTH} --split 1,0,0 --tokenizer-type "
-        f"HuggingFaceTokenizer --tokenizer-model {folder / 'model'} --data-path {folder / 'pairs.jsonl'} "
-        f"--load {folder / 'model'} --finetune"
-    )
-    return flags, folder
+    return prepare_pairs(folder, "--dpo", [row(draw, number) for number in range(PAIRS)]), folder
 
 
 def tune(flags: str, steps: int = 3) -> tuple[list[float], dict[str, Tensor], list[list[int]], dict[str, float]]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.pairs import also_in_full
 from tests.patience import patience
-from tests.program import meeting, run_forked, run_ranks, start_forked
+from tests.program import ENVIRONMENT, meeting, run_forked, run_ranks, start_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -64,13 +64,13 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 def alone(flags: str) -> tuple[int, str, str]:
     """A run on one process, from the start to the end."""
-    done = run_forked(PROGRAM, f"{FLAGS} {flags}".split(), {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_forked(PROGRAM, f"{FLAGS} {flags}".split(), ENVIRONMENT)
     return done.returncode, done.stdout, done.stderr
 
 
 def together(flags: str) -> list[subprocess.CompletedProcess]:
     """A run on two processes."""
-    return run_ranks(PROGRAM, f"{FLAGS} {flags}".split(), {**os.environ, "OMP_NUM_THREADS": "1"}, 2)
+    return run_ranks(PROGRAM, f"{FLAGS} {flags}".split(), ENVIRONMENT, 2)
 
 
 def rows(path: Path) -> list[dict]:
@@ -79,7 +79,7 @@ def rows(path: Path) -> list[dict]:
 
 def stopped_by_sigterm(folder: Path, flags: str) -> tuple[str, str]:
     """Standard output and errors of a run on 2 processes that SIGTERM stopped."""
-    with meeting({**os.environ, "OMP_NUM_THREADS": "1"}, 2) as environments:
+    with meeting(ENVIRONMENT, 2) as environments:
         ranks = [
             start_forked(PROGRAM, f"{FLAGS} {flags}".split(), one, folder / f"rank{number}")
             for number, one in enumerate(environments)
@@ -153,7 +153,7 @@ def test_two_lengths_in_one_run(tmp_path):
     flags = f"--train-iters 3 --eval-iters 1 --eval-interval 10 --log-jsonl {tmp_path}/log.jsonl"
     words = f"{FLAGS} {flags} --save {tmp_path}/c --load {tmp_path}/c".replace("--seq-length 64", "").split()
     schedule = "0:32 2:64 --fpdt --fpdt-chunk-size 32 --global-batch-size 4"
-    done = run_forked(PROGRAM, [*words, "--seq-length-schedule", schedule], {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_forked(PROGRAM, [*words, "--seq-length-schedule", schedule], ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "stage 1 of 2: iterations 1 to 2, 32 tokens" in done.stdout and "iterations 3 to 3, 64 tokens" in done.stdout
     assert done.stdout.count("validation loss at iteration") == 2
@@ -219,9 +219,8 @@ def test_a_disk_that_fills_up_does_not_end_the_run(tmp_path):
     flags += f" --profile --use-pytorch-profiler --profile-step-end 12 --tensorboard-dir {tmp_path}/traces"
     with ThreadPoolExecutor(1) as reader:
         read = reader.submit(pipe.read_text)  # until all writers have ended
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         with open(pipe, "w"):  # otherwise the reader waits forever if the program ends early
-            done = run_forked(script, [str(pipe), *FLAGS.split(), *flags.split()], environment)
+            done = run_forked(script, [str(pipe), *FLAGS.split(), *flags.split()], ENVIRONMENT)
         code, out, err = done.returncode, read.result(), done.stdout + done.stderr
     assert "iteration       20/      20" in out, out + err
     assert "WARNING: --log-jsonl" in out and "WARNING: --profile" in out and "no checkpoint was written" in out

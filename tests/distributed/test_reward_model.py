@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForS
 from megatron.training.families.architectures import FAMILIES, Described, pieces
 from megatron.training.families.llama.llama_weights import split
 from megatron.training.settings.config import ModelConfig
-from tests.chats import CHATML, make_tokenizer
+from tests.chats import CHATML
 from tests.distributed.flags import P2, R2, SP, T2, U2
-from tests.distributed.test_preferences import as_alone, go_on, refused, row, tune
-from tests.distributed.test_sft import LENGTH, LORA, SIZES, U2R2
+from tests.distributed.test_preferences import as_alone, go_on, prepare_pairs, refused, row, tune
+from tests.distributed.test_sft import LORA, SIZES, U2R2
 from tests.pairs import also_in_full
 
 PAIRS = 14
@@ -29,22 +29,8 @@ PAIRS = 14
 def data(tmp_path_factory):
     """Flags for a random reward model of transformers, its tokenizer and some pairs; and the folder."""
     folder, draw = tmp_path_factory.mktemp("rewards"), random.Random(2)
-    make_tokenizer(folder / "model", "chatml", marked=False)
     rows = [row(draw, number) | ({"margin": 0.5 * number} if number % 2 else {}) for number in range(PAIRS)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    torch.manual_seed(3)
-    size = len(AutoTokenizer.from_pretrained(folder / "model"))
-    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=size, num_labels=1, **SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.1)
-    model.save_pretrained(folder / "model")
-    flags = (
-        f"--reward-model --seq-length {2 * LENGTH} --max-position-embeddings {2 * LENGTH} --split 1,0,0 "
-        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder / 'model'} --data-path "
-        f"{folder / 'pairs.jsonl'} --load {folder / 'model'} --finetune"
-    )
-    return flags, folder
+    return prepare_pairs(folder, "--reward-model", rows, LlamaForSequenceClassification, num_labels=1), folder
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.distributed.flags import RUN, SP
 from tests.distributed.test_architectures import SIZES
 from tests.distributed.training_runs import data_of, save_job, train_job
 from tests.hugging_face import save_model
+from tests.pairs import full_but
 from tools.convert_hf import main as convert
 
 WINDOWS = {"sliding_window": 12, "num_hidden_layers": 3}
@@ -38,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe mixed": test_architectures.KINDS["qwen3_moe"],
 }
 USUAL = ("gemma3_text", "qwen2")
-CASES = [pytest.param(kind, marks=() if kind in USUAL else pytest.mark.full) for kind in KINDS]
+CASES = full_but(KINDS, *USUAL)
 ON_TP = ("llama", "qwen2", "gpt2")  # whose rows are split over TP, too
 CONVERTED = ("gpt_oss", "mixtral", "qwen3_moe", "glm4_moe", "nemotron_h")  # --load does not read these themselves
 COMMON = f"{RUN} --seq-length 64 --lr 1e-12 --use-checkpoint-args"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -60,23 +61,24 @@ def tune(flags: str, steps: int):
     return losses, grads, job.config.notes, [held.tolist() for held in job.datasets[0].samples[:SAMPLES]]
 
 
+def random_model(folder: Path, kind: type = LlamaForCausalLM, std: float = 0.1, **sizes: int) -> str:
+    """Save a random model of transformers with its tokenizer; returns the flags of a run that starts from them."""
+    make_tokenizer(folder, "chatml", marked=False)
+    torch.manual_seed(3)
+    model = kind(LlamaConfig(vocab_size=len(AutoTokenizer.from_pretrained(folder)), **SIZES, **sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=std)
+    model.save_pretrained(folder)
+    return f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder} --split 1,0,0 --load {folder} --finetune"
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Flags for a random model of transformers, its tokenizer and some chats; and the folder."""
     folder = tmp_path_factory.mktemp("sft")
-    make_tokenizer(folder / "model", "chatml", marked=False)
     chats = write_chats(folder / "chats.jsonl", 30, words=5)
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(AutoTokenizer.from_pretrained(folder / "model")), **SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.normal_(std=0.2)
-    model.save_pretrained(folder / "model")
-    flags = (
-        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder / 'model'} --split 1,0,0 "
-        f"--data-path {chats} --load {folder / 'model'} --finetune"
-    )
-    return flags, folder
+    return f"--data-path {chats} {random_model(folder / 'model', std=0.2)}", folder
 
 
 @pytest.fixture(scope="module")

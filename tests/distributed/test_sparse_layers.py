@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ from tests.distributed.training_runs import (
     wrong_by,
 )
 from tests.pairs import also_in_full
-from tests.program import run_forked
+from tests.program import ENVIRONMENT, run_forked
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 SIZES = "--kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 24 --qk-layernorm"
@@ -97,16 +96,10 @@ def run(flags: str, wrong: str = "") -> tuple[list[float], list[float], dict[str
         return *train_job(job, 2), losses
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("dsa", flags), lambda: pool.run(run, 1, flags, timeout=120)[0])
-
-
 @pytest.mark.parametrize("world, model, grid", [*CASES, *also_in_full(*MORE)])
 @pytest.mark.usual(0, 2, 3, 4)
 def test_choices_and_their_loss_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    results, expected = pool.run(run, world, f"{model} {grid}", timeout=180), reference(model)
+    results, expected = pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, model)
     compare_runs([result[:3] for result in results], expected[:3])
     for result in results:
         assert result[3] == pytest.approx(expected[3], rel=1e-5) and min(result[3]) > 0
@@ -118,7 +111,7 @@ def test_choices_and_their_loss_do_not_depend_on_the_grid(pool, reference, world
 def test_a_mean_over_each_rank_is_another_loss(pool, reference):
     """A control: the loss of the indexer averaged over the tokens of a rank."""
     model = f"{SPARSE} {UNEVEN}"
-    results, right = pool.run(run, 2, f"{model} {cp(1, 2)}", "mean", timeout=180), reference(model)
+    results, right = pool.run(run, 2, f"{model} {cp(1, 2)}", "mean", timeout=180), reference(run, model)
     name = next(name for name in right[2] if "linear_wq_b" in name)
     assert wrong_by(results[0][2], right[2], name) > 1e-3
 
@@ -164,7 +157,7 @@ def test_a_warm_up_is_a_stage_of_a_run(tmp_path):
     words = f"{SHAPE} {RUN} {DSA} --save {tmp_path}/c --load {tmp_path}/c --log-jsonl {tmp_path}/log.jsonl"
     words = words.replace("--seq-length 64 ", "").replace("--train-iters 20", "--train-iters 4").split()
     schedule = ["--seq-length-schedule", "0:64 --dsa-warm-up 2:64"]
-    done = run_forked(PROGRAM, [*words, *schedule], {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = run_forked(PROGRAM, [*words, *schedule], ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trains all weights: the optimizer begins anew" in done.stdout
     first, second, third, fourth = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())

@@ -145,12 +145,6 @@ def difference(results: list[Run], expected: Run) -> dict[str, float]:
     }
 
 
-@pytest.fixture(scope="module")
-def reference(pool, shared):
-    """The same model on one process."""
-    return lambda model: shared(("dsa in fp64", model), lambda: pool.run(run, 1, model, timeout=120)[0])
-
-
 # (processes, model, grid)
 CASES = [
     (4, f"{SPARSE} {UNEVEN}", f"{SP} {cp(1, 2)}"),
@@ -188,14 +182,14 @@ MORE = [
 
 @pytest.mark.parametrize("world, model, grid", [*CASES, *also_in_full(*MORE)])
 def test_equals_one_process(pool, reference, world, model, grid):
-    found = difference(pool.run(run, world, f"{model} {grid}", timeout=180), reference(model))
+    found = difference(pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, model))
     assert found.pop("keys") == 0
     assert max(found.values()) < 1e-10, max(found.items(), key=lambda item: item[1])
 
 
 def test_a_choice_within_each_shard_fails(pool, reference):
     model = f"{SPARSE} {UNEVEN}"
-    found = difference(pool.run(run, 2, f"{model} {cp(1, 2)}", "shard", timeout=180), reference(model))
+    found = difference(pool.run(run, 2, f"{model} {cp(1, 2)}", "shard", timeout=180), reference(run, model))
     assert found["keys"] > 20 and found["logits"] > 1e-3
 
 
@@ -230,5 +224,5 @@ def test_a_layer_that_predicts_ahead_counts_the_tokens_of_the_others(pool):
 
 
 def test_many_scores_are_equal(reference):
-    tied = reference(f"{SPARSE} {UNEVEN}").tied
+    tied = reference(run, f"{SPARSE} {UNEVEN}").tied
     assert sum(tied) > len(tied) / 2

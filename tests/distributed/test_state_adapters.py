@@ -67,20 +67,14 @@ def tune(flags: str, mistake: Callable[[Any], Callable[[], None]] | None = None)
     return losses, grads
 
 
-@pytest.fixture(scope="module")
-def alone(pool, shared):
-    """The same model on one process."""
-    return lambda flags: shared(("adapters of states", flags), lambda: pool.run(tune, 1, flags, timeout=120)[0])
-
-
 def names_of(grads: dict[str, torch.Tensor]) -> set[str]:
     return {name.split(".")[-2] for name in grads}
 
 
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(1, 3, 5)
-def test_adapters_do_not_depend_on_the_grid(pool, alone, world, model, grid):
-    losses, grads = alone(model)
+def test_adapters_do_not_depend_on_the_grid(pool, reference, world, model, grid):
+    losses, grads = reference(tune, model)
     results = pool.run(tune, world, f"{model} {grid}", timeout=180)
     for mine, _ in results:
         assert mine == pytest.approx(losses, rel=1e-5)
@@ -94,8 +88,8 @@ ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
     "model, expected",
     [(DELTA, ALL | {"in_proj", "out_proj"}), (MAMBA, ALL | {"in_proj"}), (ALONE, {"in_proj"})],
 )
-def test_every_linear_layer_that_peft_adapts_has_an_adapter(alone, model, expected):
-    _, grads = alone(model)
+def test_every_linear_layer_that_peft_adapts_has_an_adapter(reference, model, expected):
+    _, grads = reference(tune, model)
     assert names_of(grads) == expected
     assert all(name.endswith(("lora_a", "lora_b")) and grad.any() for name, grad in grads.items())
 

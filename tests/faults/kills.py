@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Sequence
@@ -13,9 +12,7 @@ from pathlib import Path
 
 from tests.distributed.test_program import PROGRAM
 from tests.patience import patience
-from tests.program import meeting, start_forked
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+from tests.program import ENVIRONMENT, meeting, start_forked
 
 
 @dataclass(frozen=True)

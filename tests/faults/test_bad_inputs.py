@@ -11,9 +11,9 @@ import pytest
 
 from megatron.training.arguments.parser import parse
 from megatron.training.refusal import Refusal
-from tests.distributed.test_program import PROGRAM, ROOT
+from tests.distributed.test_program import PROGRAM
 from tests.faults.bad_inputs import all_cases, make_good, of_contradictions, of_unknown_flags, of_values
-from tests.program import run_forked
+from tests.program import ENVIRONMENT, run_forked
 
 COUNT = int(os.environ.get("BAD_INPUTS", "0"))
 STARTED = re.compile(r"/dev/null|nowhere|hf:$|--gpu|999$|--use-checkpoint-args")  # checked only by a run
@@ -45,10 +45,9 @@ def test_one_line_and_nothing_changes(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     every = all_cases(tmp_path / "good", tmp_path / "work", 1)
     cases = random.Random(2).sample(every, min(COUNT, len(every)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before, wrong = files(tmp_path), []
     for case in cases:
-        done = run_forked(case.program, case.flags, environment)
+        done = run_forked(case.program, case.flags, ENVIRONMENT)
         lines = [line for line in done.stderr.splitlines() if re.match(r"(\S+: )?error: ", line)]
         after = files(tmp_path)
         if len(lines) != 1 or done.returncode not in (1, 2) or "Traceback" in done.stdout + done.stderr:

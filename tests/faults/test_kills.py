@@ -88,14 +88,11 @@ GRIDS = "8: tp2 u2 r2; 6: u2 r3; 4: pp2 r2; 3: r3; 2: u2; 1: u1"
 WORLDS = (2, 1, 8, 6, 4, 3)
 MORE = ("--zero-stage 1", "--sequence-parallel --zero-stage 1", "--fpdt --fpdt-chunk-size 48",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")  # fmt: skip
-ELASTIC_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def run(folder: Path, flags: str, grids: list[str], processes: int) -> None:
     save = f"--save {folder}/c --load {folder}/c --log-jsonl {folder}/log.jsonl"
-    done = run_ranks(
-        PROGRAM, [*f"{ELASTIC_FLAGS} {save} {flags}".split(), *grids], ELASTIC_ENVIRONMENT, processes, timeout=200
-    )
+    done = run_ranks(PROGRAM, [*f"{ELASTIC_FLAGS} {save} {flags}".split(), *grids], ENVIRONMENT, processes, timeout=200)
     output = "".join(one.stdout + one.stderr for one in done)
     assert [one.returncode for one in done] == [0] * processes, output
 

@@ -164,7 +164,7 @@ OWNED_TRACKER = "latest_checkpointed_iteration.txt"
 def run(words, umask="022", program=PROGRAM):
     """The result of a program without root's privileges."""
     wrapper = ROOT / "tests" / "without_privileges.py"
-    return run_forked(wrapper, [umask, str(program), *words.split()], {**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
+    return run_forked(wrapper, [umask, str(program), *words.split()], ENVIRONMENT)
 
 
 def give_away(path, mode=None):
