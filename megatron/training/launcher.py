@@ -13,28 +13,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 from megatron.system.processes import end_with_forking_thread
 
 SECONDS = 1.0
 
 
-def follow_launcher(launched: bool, parent: Callable[[], int] = os.getppid) -> None:
+def follow_launcher(launched: bool) -> None:
     """End this process and its descendants when its launcher has ended, and each fork when this process has ended.
 
     Args:
         launched: whether a launcher waits for this process. A process started by hand may outlive its shell.
-        parent: returns the PID of the parent.
     """
     if sys.platform == "linux":
         os.register_at_fork(before=_note_thread, after_in_child=_end_with_parent)
     if launched:
-        threading.Thread(target=_watch, args=(parent, parent()), daemon=True, name="launcher").start()
+        threading.Thread(target=_watch, args=(os.getppid(),), daemon=True, name="launcher").start()
 
 
-def _watch(parent: Callable[[], int], first: int) -> None:
-    while parent() == first:
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
         time.sleep(SECONDS)
     print("error: the launcher has ended, so this process ends as well", file=sys.stderr, flush=True)
     end_now()

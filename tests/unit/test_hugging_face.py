@@ -578,7 +578,7 @@ def test_rope_of_transformers_4_and_5(new: bool) -> None:
         config = {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **scaling}}
     model, _ = llama_settings.settings({"model_type": "llama", **config}, "")
     assert (model.rotary_base, model.use_rope_scaling, model.rope_scaling_factor) == (500000, True, 32.0)
-    again, _ = llama_settings.settings(llama_settings.config_json(model, 32000, torch.float32), "")
+    again, _ = llama_settings.settings(architectures.FAMILIES["llama"].config_json(model, 32000, torch.float32), "")
     assert again == model
 
 
@@ -605,7 +605,7 @@ def test_yarn_is_that_of_transformers(scaling: dict[str, Any]) -> None:
     given["rope_parameters"] = {"rope_theta": 10000.0, **YARN, **scaling}
     model, _ = llama_settings.settings(given, "")
     mine = rope(model)
-    written = llama_settings.config_json(model, 32000, torch.float32)
+    written = architectures.FAMILIES["llama"].config_json(model, 32000, torch.float32)
     for config in (given, written):
         inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**deepcopy(config)), torch.device("cpu"))
         torch.testing.assert_close(mine.inverse_frequencies().float(), inv_freq, rtol=1e-6, atol=0)
@@ -928,7 +928,7 @@ def test_no_such_iteration(tmp_path: Path, ours: Path, capsys) -> None:
 def test_refuses_other_models(settings: dict[str, Any], message: str) -> None:
     shape = ModelConfig(**LLAMA_SHAPE | settings)
     with pytest.raises(Refusal, match=message):
-        llama_settings.config_json(shape, 67, torch.float32)
+        architectures.FAMILIES["llama"].config_json(shape, 67, torch.float32)
 
 
 LLAMA_SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "swiglu": True} | {
@@ -1324,13 +1324,13 @@ HYBRID, MAMBA2 = ({"model_type": kind} | KINDS[kind] for kind in ("nemotron_h", 
         (QWEN3_NEXT, {"layer_types": ["full_attention", "full_attention"]}, "layer_types"),
         (NEOX, {"auto_map": {}}, "auto_map and quantization_config are not supported"),
         (NEOX, {"quantization_config": {"bits": 4}}, "auto_map and quantization_config are not supported"),
-        (V3, {"hidden_act": "gelu"}, "hidden_act gelu"),
+        (V3, {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (V3, {"attention_bias": True}, "attention_bias True"),
         (V3, {"rope_interleave": False}, "rope_interleave False"),
         (V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
         (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (V3, {"num_key_value_heads": 2}, "num_key_value_heads"),
-        (V3, {"kv_lora_rank": None}, "kv_lora_rank None"),
+        (V3, {"kv_lora_rank": None}, "kv_lora_rank of deepseek_v3 None"),
         (V3, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only rope_scaling of type yarn"),
         (V3, {"rope_scaling": DEEPSEEK_YARN | {"mscale": None}}, "mscale_all_dim"),
         (V3, {"topk_group": 1}, "num_experts_per_tok 4 is not 2 times topk_group 1"),

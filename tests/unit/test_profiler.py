@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.features.measuring.profiler import ENTRIES, NO_HISTORY, Profiler
+from megatron.training.arguments.validate.check_memory import NO_HISTORY
+from megatron.training.features.measuring.profiler import ENTRIES, Profiler
 from megatron.training.settings.job_settings import LoggingConfig
 
 

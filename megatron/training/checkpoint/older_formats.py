@@ -26,7 +26,6 @@ from megatron.training.checkpoint.megatron_lm.places import TRACKER, name_in
 from megatron.training.checkpoint.megatron_lm.source import LAYERS, STATE, join_parts, split_dim
 from megatron.training.checkpoint.megatron_lm.stored_tensors import WholeTensors
 from megatron.training.refusal import Refusal
-from megatron.training.settings.models import is_gated
 
 # Names of weights in Megatron-LM before core, and in DeepSpeed with and without its pipeline module, to core's names.
 #
@@ -217,7 +216,7 @@ def _torch_weights(path: Checked) -> Weights:
                     count = max(count, core.layer + 1)
                     core = Name(core.key, core.layer + begin)
                 readers.setdefault(
-                    core, _merger(path, parts, name, core.key, gated=is_gated(model), version=version, heads=heads)
+                    core, _merger(path, parts, name, core.key, gated=model.gated, version=version, heads=heads)
                 )
             begin += count
     if not model.untie_embeddings_and_output_weights:

@@ -20,7 +20,7 @@ from megatron.training.families.gemma import Gemma
 from megatron.training.families.glm import Glm
 from megatron.training.families.gpt_oss import GptOss
 from megatron.training.families.llama.family import Family
-from megatron.training.families.llama.llama_like import LlamaLike, WithExperts
+from megatron.training.families.llama.llama_like import BIASES, LlamaLike, WithExperts
 from megatron.training.families.llama.llama_weights import LM_HEAD, ExpertNames, Piece
 from megatron.training.families.nemotron_h import Mamba2Alone, NemotronH
 from megatron.training.families.older_gpts import BLOOM, GPT2, GPT_NEOX
@@ -38,7 +38,7 @@ LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 FAMILIES: dict[str, Family] = {
     family.kind: family
     for family in (
-        LlamaLike("llama", "Llama", "LlamaForCausalLM"),
+        LlamaLike("llama", "Llama", "LlamaForCausalLM", biases=BIASES),
         LlamaLike("mistral", "Mistral", "MistralForCausalLM", window="all"),
         LlamaLike("phi3", "Phi-3", "Phi3ForCausalLM", joined=True, window="all"),
         LlamaLike("qwen2", "Qwen 2", "Qwen2ForCausalLM", {"add_qkv_bias": True}, window="layers", switched=True),

@@ -6,14 +6,14 @@ They are transformers' deepseek_v2, deepseek_v3, deepseek_v32 and glm_moe_dsa.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.family import Family
-from megatron.training.families.llama.llama_weights import EXPERTS, LM_HEAD, Piece, layers
+from megatron.training.families.llama.llama_weights import EMBEDDING, EXPERTS, LM_HEAD, Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.kinds.dsa_kind import chooses
@@ -59,9 +59,6 @@ ROUTERS = {
 }
 
 
-EMBEDDING, HF_EMBEDDING = "embedding.word_embeddings.weight", "model.embed_tokens.weight"
-
-
 def ahead_pieces(model: ModelConfig, layer: int) -> Iterator[Piece]:
     """What a layer of multi-token prediction has besides a layer's weights; nothing for the layers before them.
 
@@ -91,7 +88,6 @@ class DeepSeek(Family):
         self.differs: dict[str, Any] = {"multi_latent_attention": True}
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         softmax = bool(model.num_experts) and model.moe_router_score_function == "softmax"
         return model.multi_latent_attention and softmax != self.third
 
@@ -104,17 +100,8 @@ class DeepSeek(Family):
         return iter(())
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
-
-        def integer(name: str, least: int = 1) -> int:
-            value = config.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise Refusal(f"{where}: {name} {value!r} of {self.kind} is not a whole number from {least}")
-            return value
-
-        for name, values in self.only.items():
-            if config.get(name) is not None and config[name] not in values:
-                raise Refusal(f"{where}: {name} {config[name]} of {self.kind} is not supported: only {values[0]}")
+        integer = self.integers(config, where)
+        self.check_values(config, where, {name: (*values, None) for name, values in self.only.items()})
         if config.get("num_key_value_heads") not in (None, config.get("num_attention_heads")):
             raise Refusal(f"{where}: num_key_value_heads of {self.kind} is not num_attention_heads")
         rope = llama_settings.rope_settings(config, where)
@@ -189,7 +176,7 @@ class DeepSeek(Family):
         dense = expert_layers(model).index(1) if model.num_experts else layers
         if model.num_experts:
             wrong += self._wrong_router(model, dense)
-        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
+        self.refuse(model, wrong)
         scaling = llama_settings.scaling_json(model)
         if scaling and model.yarn_mscale_all_dim:
             del scaling["attention_factor"]  # as transformers computes it from mscale and mscale_all_dim
@@ -246,11 +233,10 @@ class DeepSeek(Family):
             wrong.append("moe_router_topk")
         return wrong
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
         """All weights, layer by layer; if some layers have experts and others not, each layer's have their own name."""
         hidden, heads = model.hidden_size, model.num_attention_heads
         rotated, latent = model.qk_pos_emb_head_dim, model.kv_lora_rank
-        yield Piece(EMBEDDING, (HF_EMBEDDING,), ((vocab_size, hidden),))
         for layer, place, stacked, experts in layers(model):
 
             def piece(
@@ -286,15 +272,12 @@ class DeepSeek(Family):
             yield from self.further_pieces(model, layer, piece)
             yield from self.ffn_pieces(model, piece, experts)
             yield from ahead_pieces(model, layer)
-        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-        if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", (LM_HEAD,), ((vocab_size, hidden),))
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
         """Tensors of the files that equal another one: of each layer of multi-token prediction, embedding and head."""
-        head = LM_HEAD if model.untie_embeddings_and_output_weights else HF_EMBEDDING
+        head = LM_HEAD if model.untie_embeddings_and_output_weights else EMBEDDING
         further = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
-        of_layer = {"embed_tokens": HF_EMBEDDING, "shared_head.head": head}
+        of_layer = {"embed_tokens": EMBEDDING, "shared_head.head": head}
         return {f"model.layers.{layer}.{name}.weight": source for layer in further for name, source in of_layer.items()}
 
     def ffn_pieces(self, model: ModelConfig, piece: Any, experts: bool) -> Iterator[Piece]:
@@ -356,11 +339,9 @@ class SparseDeepSeek(DeepSeek):
             self.fixed = {name: value for name, value in self.fixed.items() if name != "norm_epsilon"}
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return Family.fits(self, model, attention)
 
     def further(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `DeepSeek.further`."""
         if config.get("q_lora_rank") is None:
             raise Refusal(f"{where}: q_lora_rank null of {self.kind} is not supported: the indexer reads this latent")
         dense, layers = config["first_k_dense_replace"], config["num_hidden_layers"]
@@ -376,7 +357,6 @@ class SparseDeepSeek(DeepSeek):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
         result = super().config_json(model, vocab_size, dtype, attention)
         result |= {theirs: getattr(model, ours) for theirs, ours in INDEX_SIZES.items()}
         if self.glm:

@@ -6,7 +6,7 @@ Sources in transformers: models/gemma2 and gemma3, configuration_*.py and modeli
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from megatron.training.families.llama import llama_settings
 from megatron.training.families.llama.family import Family
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, read_ropes, read_windows, written_windows
-from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.models import derive_shape
 
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "query_pre_attn_scalar",
-        "sliding_window", LAYER_TYPES)  # fmt: skip
+ONLY = {
+    "attention_bias": (False, None),
+    "hidden_activation": ("gelu_pytorch_tanh", None),
+    "use_bidirectional_attention": (False, None),
+    "tie_word_embeddings": (True, None),
+}
 
 
 class Gemma(Family):
@@ -44,13 +46,8 @@ class Gemma(Family):
         }  # fmt: skip
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
-        if missing := [name for name in REQUIRED if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
-        for name, usual in (("attention_bias", False), ("hidden_activation", "gelu_pytorch_tanh"),
-                            ("use_bidirectional_attention", False), ("tie_word_embeddings", True)):  # fmt: skip
-            if config.get(name, usual) not in (usual, None):
-                raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported: only {usual!r}")
+        self.check_keys(config, where, "head_dim", "query_pre_attn_scalar", "sliding_window", LAYER_TYPES)
+        self.check_values(config, where, ONLY)
         whole, local = read_ropes(config, where, 10000.0) if self.third else ({}, None)
         scale = llama_settings.positive(config["query_pre_attn_scalar"], "query_pre_attn_scalar", where)
         caps = {
@@ -67,22 +64,17 @@ class Gemma(Family):
         return derive_shape(model), vocab_size
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `Family.attention`."""
         return read_windows(config, where)
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, "swiglu": False, **self.differs}
         free = ("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "rotary_base_local")
         fixed = {name: value for name, value in fixed.items() if name not in free}
-        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        for name in ("attention_bias", "mlp_bias", "hidden_act"):
-            config.pop(name)
+        config = self.llama_json(model, vocab_size, dtype, fixed)
+        del config["attention_bias"], config["hidden_act"]
         config |= {
-            "model_type": self.kind,
-            "architectures": [self.architecture],
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": _whole((model.softmax_scale or model.kv_channels**-0.5) ** -2),
             **written_windows(model, attention),
@@ -93,11 +85,9 @@ class Gemma(Family):
             config["rope_local_base_freq"] = float(model.rotary_base_local or model.rotary_base)
         return config
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """As `Family.pieces`."""
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
         hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads * size, model.num_query_groups * size
-        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
         norms = {
             "self_attention.linear_qkv.layer_norm_weight": "input_layernorm",
             "post_self_attn_layernorm.weight": "post_attention_layernorm",
@@ -116,7 +106,6 @@ class Gemma(Family):
             for part, name in enumerate(("gate_proj", "up_proj")):
                 yield layer_piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
             yield layer_piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
-        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
 
 
 def layer_piece(

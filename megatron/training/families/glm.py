@@ -3,22 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron.training.families.deepseek import EMBEDDING, HF_EMBEDDING, DeepSeek, ahead_pieces
+from megatron.training.families.deepseek import DeepSeek, ahead_pieces
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.llama_weights import LM_HEAD, Piece, layers
+from megatron.training.families.llama.llama_weights import Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 
 SHARE = "partial_rotary_factor"
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "rms_norm_eps", "vocab_size", "max_position_embeddings", "first_k_dense_replace")  # fmt: skip
 FREE = ("add_qkv_bias", "qk_layernorm", "rotary_percent")
 
 
@@ -31,13 +29,11 @@ class Glm(DeepSeek):
         self.differs, self.stem = {}, ""
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return bool(model.num_experts) and model.moe_router_score_function == "sigmoid"
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
         """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
-        if missing := [name for name in REQUIRED if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        self.check_keys(config, where, "first_k_dense_replace")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise Refusal(f"{where}: rope_parameters of {self.kind} is not an object")
@@ -47,10 +43,7 @@ class Glm(DeepSeek):
         whole = {name: value for name, value in rope.items() if name != SHARE} or None
         plain = {**config, "model_type": "llama", "architectures": None, "attention_bias": False, SHARE: None}
         model, vocab_size = llama_settings.settings(plain | {"rope_parameters": whole, "rope_scaling": None}, where)
-
-        def integer(name: str, least: int = 1) -> int:
-            return llama_settings.whole(config.get(name), name, where, least)
-
+        integer = self.integers(config, where)
         dense = integer("first_k_dense_replace", 0)
         own = {} if dense >= model.num_layers else self.experts(config, where, dense, integer)
         own |= {"add_qkv_bias": bool(config.get("attention_bias")), "qk_layernorm": bool(config.get("use_qk_norm"))}
@@ -65,12 +58,8 @@ class Glm(DeepSeek):
         fixed = {name: value for name, value in fixed.items() if name not in FREE}
         if model.num_experts:
             wrong = self._wrong_router(model, dense)
-            llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        del config["mlp_bias"]
-        return config | {
-            "model_type": self.kind,
-            "architectures": [self.architecture],
+            self.refuse(model, wrong)
+        return self.llama_json(model, vocab_size, dtype, fixed) | {
             "attention_bias": model.add_qkv_bias,
             "use_qk_norm": model.qk_layernorm,
             SHARE: model.rotary_percent,
@@ -79,11 +68,10 @@ class Glm(DeepSeek):
             **self.router_json(model),
         }
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
         """All weights, layer by layer; if some layers have experts and others not, each layer's have their own name."""
         hidden, size = model.hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads * size, model.num_query_groups * size
-        yield Piece(EMBEDDING, (HF_EMBEDDING,), ((vocab_size, hidden),))
         for layer, place, stacked, experts in layers(model):
 
             def piece(ours: str, theirs: str, *shape: int, layer: int = layer, place: str = place,
@@ -103,6 +91,3 @@ class Glm(DeepSeek):
             yield piece("self_attention.linear_proj.weight", "self_attn.o_proj.weight", hidden, heads)
             yield from self.ffn_pieces(model, piece, experts)
             yield from ahead_pieces(model, layer)
-        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-        if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", (LM_HEAD,), ((vocab_size, hidden),))

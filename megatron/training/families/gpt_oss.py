@@ -6,7 +6,7 @@ Sources in transformers: models/gpt_oss, configuration_gpt_oss.py and modeling_g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.models import derive_shape
 
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "sliding_window", LAYER_TYPES,
-        "num_local_experts", "num_experts_per_tok", "swiglu_limit")  # fmt: skip
+FURTHER = ("head_dim", "sliding_window", LAYER_TYPES, "num_local_experts", "num_experts_per_tok", "swiglu_limit")
 
 
 class GptOss(Family):
@@ -34,18 +32,13 @@ class GptOss(Family):
     }  # fmt: skip
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return bool(model.num_experts) and model.softmax_type == "learnable"
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
-        if missing := [name for name in REQUIRED if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        self.check_keys(config, where, *FURTHER)
         if not (config.get("rope_scaling") or config.get("rope_parameters")):
             raise Refusal(f"{where}: rope_scaling of {self.kind} is missing; without it, the default is yarn")
-        for name, usual in (("attention_bias", True), ("swiglu_alpha", 1.702)):
-            if config.get(name, usual) != usual:
-                raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported: only {usual!r}")
+        self.check_values(config, where, {"attention_bias": (True,), "swiglu_alpha": (1.702,)})
         experts, topk = config["num_local_experts"], config["num_experts_per_tok"]
         if not (isinstance(topk, int) and isinstance(experts, int) and 1 < topk <= experts):
             raise Refusal(f"{where}: num_experts_per_tok {topk!r} is not from 2 to num_local_experts {experts!r}")
@@ -69,18 +62,14 @@ class GptOss(Family):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, **self.differs}
         fixed.pop("activation_func_clamp_value")
         usual = ModelConfig()
         wrong = [name for name in llama_settings.ROUTER if getattr(model, name) != getattr(usual, name)]
         wrong += [] if model.activation_func_clamp_value else ["activation_func_clamp_value"]
-        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        del config["mlp_bias"]
+        self.refuse(model, wrong)
+        config = self.llama_json(model, vocab_size, dtype, fixed)
         return config | {
-            "model_type": self.kind,
-            "architectures": [self.architecture],
             "rope_scaling": config["rope_scaling"] or {"rope_type": "default"},
             "attention_bias": True,
             "intermediate_size": model.moe_ffn_hidden_size or model.ffn_hidden_size,
@@ -90,11 +79,9 @@ class GptOss(Family):
             **written_windows(model, attention),
         }
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """As `Family.pieces`."""
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
         hidden, ffn, size = model.hidden_size, model.moe_ffn_hidden_size or model.ffn_hidden_size, model.kv_channels
         heads, groups, experts = model.num_attention_heads * size, model.num_query_groups * size, model.num_experts
-        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
         for layer in range(model.num_layers):
 
             def piece(
@@ -120,6 +107,3 @@ class GptOss(Family):
             yield piece(f"{fc1}.bias", [f"{up}_bias"], (experts, 2 * ffn), alternating=True)
             yield piece(f"{fc2}.weight", [down], (experts, ffn, hidden), transposed=True)
             yield piece(f"{fc2}.bias", [f"{down}_bias"], (experts, hidden))
-        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-        if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))

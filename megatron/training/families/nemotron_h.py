@@ -57,20 +57,12 @@ class Mamba2Alone(Family):
     }  # fmt: skip
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return model.is_hybrid_model and set(hybrid_pattern(model)) == {"M"}
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
-        if missing := [name for name in (*self.sizes, "vocab_size") if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
-        for name, values in self.plain.items():
-            if config.get(name, values[0]) not in values:
-                raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported: only {values[0]!r}")
-
-        def integer(name: str, least: int = 1) -> int:
-            return llama_settings.whole(config.get(name), f"{name} of {self.kind}", where, least)
-
+        self.check_keys(config, where, "vocab_size", sizes=self.sizes)
+        self.check_values(config, where, self.plain)
+        integer = self.integers(config, where)
         own: dict[str, Any] = {ours: integer(theirs) for theirs, ours in self.sizes.items()}
         heads, groups = own["mamba_num_heads"], own["mamba_num_groups"]
         if heads % groups:
@@ -112,9 +104,8 @@ class Mamba2Alone(Family):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
         wrong = [name for name in self.fixed if getattr(model, name) != self.fixed[name]]
-        llama_settings.refuse_other_settings(model, wrong + self.wrong(model), self.title, self.architecture)
+        self.refuse(model, wrong + self.wrong(model))
         return {
             "model_type": self.kind,
             "architectures": [self.architecture],
@@ -181,7 +172,6 @@ class NemotronH(Mamba2Alone):
              "mamba_dt_min": "time_step_min", "mamba_dt_limit": "time_step_limit"}  # fmt: skip
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return model.is_hybrid_model and not super().fits(model, attention)
 
     def pattern(self, config: dict[str, Any], where: object) -> str:

@@ -59,12 +59,10 @@ class GptLike(Family):
     stem: str | None = None
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         positions = self.differs.get("position_embedding_type")
         return model.normalization == "LayerNorm" and model.position_embedding_type == positions
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
 
         def size(*names: str) -> int:
             value = next((config[name] for name in names if config.get(name) is not None), None)
@@ -91,7 +89,6 @@ class GptLike(Family):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `LlamaLike.config_json`."""
         own = {name: getattr(model, name) for name in self.free}
         if "bias_gelu_fusion" in own:
             own["bias_gelu_fusion"] = activation(model) == "tanh_gelu"
@@ -100,7 +97,7 @@ class GptLike(Family):
                  "num_query_groups", "add_bias_linear", "untie_embeddings_and_output_weights",
                  "position_embedding_type"}  # fmt: skip
         wrong = [name for name in sorted(names) if getattr(model, name) != getattr(usual, name)]
-        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
+        self.refuse(model, wrong)
         if activation(model) != activation(usual):
             mine, theirs = activation(model), activation(usual)
             raise Refusal(f"the model is not a {self.title}: its MLP computes {mine}, not {theirs}")

@@ -6,7 +6,7 @@ Sources in transformers: models/olmo2 and olmo3, configuration_*.py and modular_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +27,6 @@ from megatron.training.families.llama.windows import (
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
-
 
 class Olmo(Family):
     """One of the two. In OLMo 3, RoPE is scaled only in layers without a window."""
@@ -44,10 +41,7 @@ class Olmo(Family):
         return super().fits(model, attention) and (not self.third or bool(attention.get("window_size")))
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
-        required = (*REQUIRED, *(("sliding_window", LAYER_TYPES) if self.third else ()))
-        if missing := [name for name in required if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        self.check_keys(config, where, *(("sliding_window", LAYER_TYPES) if self.third else ()))
         for name in ("attention_bias", "clip_qkv"):
             if config.get(name):
                 raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported")
@@ -63,30 +57,24 @@ class Olmo(Family):
         return replace(model, rotary_base_local=local, **self.differs), vocab_size
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `Family.attention`."""
         return read_windows(config, where) if self.third else {}
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, "add_bias_linear": False, **self.differs}
         if self.third:
             del fixed["rotary_base_local"]
-        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        del config["mlp_bias"]
-        config |= {"model_type": self.kind, "architectures": [self.architecture]}
+        config = self.llama_json(model, vocab_size, dtype, fixed)
         if not self.third:
             return config
         local = {"rope_type": "default", "rope_theta": float(model.rotary_base_local or model.rotary_base)}
         whole = {"rope_type": "default"} | (config["rope_scaling"] or {}) | {"rope_theta": config["rope_theta"]}
         return config | written_windows(model, attention) | {"rope_parameters": {LOCAL: local, WHOLE: whole}}
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """As `Family.pieces`."""
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
         hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
         heads, groups = model.num_attention_heads * size, model.num_query_groups * size
-        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
         for layer in range(model.num_layers):
             qkv = [f"self_attn.{name}_proj" for name in "qkv"]
             shapes = (heads, hidden), (groups, hidden), (groups, hidden)
@@ -102,6 +90,3 @@ class Olmo(Family):
                 yield layer_piece(layer, "mlp.linear_fc1.weight", [f"mlp.{name}"], (ffn, hidden), part=(part, 2))
             yield layer_piece(layer, "mlp.linear_fc2.weight", ["mlp.down_proj"], (hidden, ffn))
             yield layer_piece(layer, "post_mlp_layernorm.weight", ["post_feedforward_layernorm"], (hidden,))
-        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-        if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))

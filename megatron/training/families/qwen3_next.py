@@ -7,7 +7,7 @@ Megatron-LM's, have all queries, then all keys, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,6 @@ from megatron.training.settings.models import derive_shape
 STATE, WHOLE = "linear_attention", "full_attention"
 SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
          "linear_num_value_heads")  # fmt: skip
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "num_experts", *SIZES)  # fmt: skip
 # Keys of config.json that may only have these values; the first is written.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
@@ -52,23 +50,12 @@ class Qwen3Next(Family):
     }  # fmt: skip
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return model.experimental_attention_variant == "gated_delta_net"
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
-        if missing := [name for name in REQUIRED if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
-        for name, values in PLAIN.items():
-            if config.get(name, values[0]) not in values:
-                raise Refusal(f"{where}: {name} {config[name]!r} of {self.kind} is not supported: only {values[0]!r}")
-
-        def integer(name: str, least: int = 1) -> int:
-            value = config.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise Refusal(f"{where}: {name} {value!r} of {self.kind} is not a whole number from {least}")
-            return value
-
+        self.check_keys(config, where, "head_dim", "num_experts", *SIZES)
+        self.check_values(config, where, PLAIN)
+        integer = self.integers(config, where)
         plain = {**config, "model_type": "llama", "architectures": None}
         share = plain.pop("partial_rotary_factor", None)
         rope = plain.get("rope_scaling") or plain.get("rope_parameters")
@@ -113,20 +100,16 @@ class Qwen3Next(Family):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
         fixed = {**llama_settings.FIXED, "add_bias_linear": False, **self.differs}
         del fixed["rotary_percent"]
         usual, free = ModelConfig(), ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
         wrong = [n for n in llama_settings.ROUTER if n not in free and getattr(model, n) != getattr(usual, n)]
         if model.num_experts and not model.moe_shared_expert_gate:
             wrong.append("moe_shared_expert_gate")
-        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
-        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        del config["mlp_bias"]
+        self.refuse(model, wrong)
+        config = self.llama_json(model, vocab_size, dtype, fixed)
         config |= {name: values[0] for name, values in PLAIN.items()}
         config |= {
-            "model_type": self.kind,
-            "architectures": [self.architecture],
             "partial_rotary_factor": model.rotary_percent,
             "layer_types": [STATE if own else WHOLE for own in linear_layers(model)],
             "num_experts": 0,
@@ -136,13 +119,10 @@ class Qwen3Next(Family):
             config |= {theirs: getattr(model, ours) for theirs, ours in WITH_EXPERTS.items()}
         return config
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """All weights, layer by layer; each layer's have their own name. ``names``: the tensors in the files."""
-        hidden, pattern = model.hidden_size, linear_layers(model)
-        yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
-        for layer in range(model.num_layers):
-            of_layer = _layer(model, bool(pattern[layer]))
-            for piece in of_layer:
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
+        """Each layer's weights have their own name."""
+        for layer, with_state in enumerate(linear_layers(model)):
+            for piece in _layer(model, bool(with_state)):
                 yield replace(
                     piece,
                     key=f"decoder.layers.{layer}.{piece.key}",
@@ -150,9 +130,6 @@ class Qwen3Next(Family):
                     layer=layer,
                     stacked=False,
                 )
-        yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-        if model.untie_embeddings_and_output_weights:
-            yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
 
 
 def _layer(model: ModelConfig, with_state: bool) -> Iterator[Piece]:

@@ -31,11 +31,9 @@ class SmolLm3(LlamaLike):
     """Some layers have no RoPE: by default every fourth. Those may have the window."""
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return model.no_rope_freq is not None
 
     def own(self, config: dict[str, Any], model: ModelConfig, where: object) -> dict[str, Any]:
-        """As `LlamaLike.own`."""
         return without_rope(self._rotated(config, where))
 
     def _rotated(self, config: dict[str, Any], where: object) -> list[int]:
@@ -50,7 +48,6 @@ class SmolLm3(LlamaLike):
         return [int(one) for one in given[:layers]]
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `LlamaLike.attention`."""
         kinds = [WHOLE if rotated else LOCAL for rotated in self._rotated(config, where)]
         on = config.get("use_sliding_window") and config.get("sliding_window") is not None
         given = config.get(LAYER_TYPES) or (kinds if on else None)
@@ -60,7 +57,6 @@ class SmolLm3(LlamaLike):
         return {key: one for key, one in super()._windows(model, attention).items() if key != "max_window_layers"}
 
     def own_json(self, model: ModelConfig) -> dict[str, Any]:
-        """As `LlamaLike.own_json`."""
         return {ROTATED: rope_layers(model), "pad_token_id": None}  # transformers' default may be outside of the rows
 
 
@@ -69,11 +65,9 @@ class Granite(LlamaLike):
     """Embeddings, attention scores, what a layer adds, and logits have factors, which config.json gives."""
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return any(getattr(model, name) for name in self.free)
 
     def own(self, config: dict[str, Any], model: ModelConfig, where: object) -> dict[str, Any]:
-        """As `LlamaLike.own`."""
 
         def factor(name: str, usual: float) -> float | None:
             value = llama_settings.positive(config.get(name, 1.0), name, where)
@@ -87,7 +81,6 @@ class Granite(LlamaLike):
         }
 
     def own_json(self, model: ModelConfig) -> dict[str, Any]:
-        """As `LlamaLike.own_json`."""
         return {
             "embedding_multiplier": model.embedding_multiplier or 1.0,
             "residual_multiplier": model.residual_multiplier or 1.0,
@@ -104,7 +97,6 @@ class Exaone4(Olmo):
         self.differs = {"reordered_norm": True, "qk_layernorm": True}
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Olmo.settings`."""
         model, vocab_size = super().settings(config, where)
         if not (windows := self.attention(config, where)):
             if config.get("sliding_window") is not None:
@@ -127,7 +119,6 @@ class Exaone4(Olmo):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Olmo.config_json`."""
         written = super().config_json(replace(model, no_rope_freq=None), vocab_size, dtype)
         windows = written_windows(model, attention)
         own = windows["sliding_window"] if LOCAL in windows[LAYER_TYPES] else None

@@ -21,7 +21,7 @@ from megatron.training.model.weight_gradients import products_add
 from megatron.training.settings.config import Config, ModelConfig
 from megatron.training.settings.flag import for_core
 from megatron.training.settings.kinds import kinds_in
-from megatron.training.settings.models import activation, is_gated
+from megatron.training.settings.models import activation
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -33,7 +33,7 @@ def transformer_config(config: Config, grid: Grid, *, on_gpu: bool) -> Transform
     """megatron-core's configuration of the network and of the grid."""
     model, parallel, attention, optimizer = config.model, config.parallel, config.attention, config.optimizer
     dtype = compute_dtype(config)
-    gated, limit = is_gated(model), model.activation_func_clamp_value
+    gated, limit = model.gated, model.activation_func_clamp_value
     overlap_p2p = on_gpu and virtual_stages(config) is not None
     fp8: dict[str, Any] = {}
     if model.fp8_format:

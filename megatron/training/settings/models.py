@@ -271,7 +271,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
 def derive_shape(model: ModelConfig) -> ModelConfig:
     """A copy with Megatron-LM's defaults for head size, MLP width and key/value heads."""
     width = model.hidden_size
-    ffn = int(4 * width * 2 / 3 / 64) * 64 if is_gated(model) else 4 * width
+    ffn = int(4 * width * 2 / 3 / 64) * 64 if model.gated else 4 * width
     keys = model.qk_head_dim + model.qk_pos_emb_head_dim if model.multi_latent_attention else None
     return replace(
         model,
@@ -285,16 +285,11 @@ def derive_shape(model: ModelConfig) -> ModelConfig:
 def activation(model: ModelConfig) -> str:
     """Activation of the MLP, as Megatron-LM chooses it: ``silu``, ``squared_relu``, ``tanh_gelu`` (GELU by tanh, in the
     fused kernel that also adds the bias) or ``gelu`` (GELU by erf, without that kernel)."""
-    if is_gated(model):
+    if model.gated:
         return "silu" if model.swiglu else "tanh_gelu" if model.geglu else "quick_gelu"
     if model.squared_relu:
         return "squared_relu"
     return "tanh_gelu" if model.openai_gelu or (model.bias_gelu_fusion and model.add_bias_linear) else "gelu"
-
-
-def is_gated(model: ModelConfig) -> bool:
-    """Whether the MLP has three matrices: gate, up and down."""
-    return model.gated
 
 
 def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
@@ -310,7 +305,7 @@ def model_shape(model: ModelConfig, vocab_size: int) -> Shape:
         kv_heads=model.num_query_groups,
         head_dim=model.kv_channels,
         vocab=vocab_size,
-        gated=is_gated(model),
+        gated=model.gated,
         bias=model.add_bias_linear,
         layer_norm=model.normalization == "LayerNorm",
         tied=not model.untie_embeddings_and_output_weights,

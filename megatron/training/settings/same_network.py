@@ -22,7 +22,6 @@ from megatron.training.settings.kinds.layer_patterns import expert_layers, hybri
 from megatron.training.settings.models import (
     activation,
     derive_shape,
-    is_gated,
     rope_layers,
     window_layers,
 )
@@ -138,7 +137,7 @@ def _canonical(settings: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
     }
     for part in ("swiglu", "geglu", "quick_geglu"):  # the activation, but gated MLPs have other weights
-        result[part] = is_gated(model)
+        result[part] = model.gated
     for part in ("hybrid_attention_ratio", "hybrid_mlp_ratio"):  # the pattern
         del result[part]
     if model.linear_attention_freq is not None:

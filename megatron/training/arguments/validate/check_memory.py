@@ -10,6 +10,8 @@ from megatron.training.arguments.stages import chunk_layers
 from megatron.training.refusal import LEAVE_OUT, Fix, Refusal, needs_flag
 from megatron.training.settings.config import Config
 
+NO_HISTORY = "--record-memory-history: no effect on a CPU; --profile-memory shows its memory"
+
 
 def complete_chunks(config: Config) -> None:
     """Complete FPDT, the chunked MLP and offloading."""
@@ -258,7 +260,7 @@ def _traces(config: Config, world_size: int) -> None:
     if logging.use_pytorch_profiler and logging.tensorboard_dir is None:
         raise Refusal("--use-pytorch-profiler", "writes its traces to --tensorboard-dir: add --tensorboard-dir DIR")
     if logging.record_memory_history and on_cpu:
-        config.notes.append("--record-memory-history: no effect on a CPU; --profile-memory shows its memory")
+        config.notes.append(NO_HISTORY)
     if logging.profile and not logging.use_pytorch_profiler and on_cpu:
         config.notes.append("--profile without --use-pytorch-profiler: no effect on a CPU, which nsys does not record")
 

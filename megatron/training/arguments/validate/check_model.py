@@ -12,7 +12,7 @@ from megatron.training.settings.attention_settings import MASKS
 from megatron.training.settings.config import AttentionConfig, Config, ModelConfig
 from megatron.training.settings.flag import check_pattern
 from megatron.training.settings.kinds import KINDS
-from megatron.training.settings.models import derive_shape, is_gated, rope_layers, window_layers
+from megatron.training.settings.models import derive_shape, rope_layers, window_layers
 from megatron.training.settings.read_with import ROTARY
 
 
@@ -63,7 +63,7 @@ def complete_model(config: Config) -> None:
     activations = [flag for flag, given in chosen.items() if given]
     if len(activations) > 1:
         raise Refusal(" and ".join(activations), f"are {len(activations)} activations: keep one")
-    if (model.glu_linear_offset or model.activation_func_clamp_value is not None) and not is_gated(model):
+    if (model.glu_linear_offset or model.activation_func_clamp_value is not None) and not model.gated:
         flag = "--glu-linear-offset" if model.glu_linear_offset else "--activation-func-clamp-value"
         raise Refusal(flag, "needs a gated MLP: add --swiglu, --geglu or --quick-geglu, or leave it out", LEAVE_OUT)
     model = derive_shape(model)

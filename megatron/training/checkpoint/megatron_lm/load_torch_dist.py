@@ -31,7 +31,6 @@ from megatron.training.checkpoint.megatron_lm.source import STATE, Buckets, Save
 from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors, WholeTensors
 from megatron.training.refusal import Refusal, refuse_together, some
 from megatron.training.settings.config import Config
-from megatron.training.settings.models import is_gated
 
 DISTRIBUTED = "optimizer.distributed."  # prefix of keys that belong to one data-parallel group
 NEUTRAL = {"wd_mult": 1.0, "lr_mult": 1.0}  # defaults of a parameter group; all other identifiers default to False
@@ -152,7 +151,7 @@ def _buckets(foreign: ForeignCheckpoint) -> Buckets | None:
             pipeline=args.get("pipeline_model_parallel_size") or 1,
             chunks=args.get("virtual_pipeline_model_parallel_size") or 1,
             layers=model.num_layers,
-            gated=is_gated(model),
+            gated=model.gated,
             tied=not model.untie_embeddings_and_output_weights,
         ),
     )

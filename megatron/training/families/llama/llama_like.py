@@ -7,7 +7,7 @@ modeling_*.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +21,6 @@ from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.kinds.layer_patterns import expert_layers
 
-# Keys that a config.json must have, except a Llama's, because the defaults differ between these models.
-REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "rms_norm_eps", "vocab_size", "max_position_embeddings")  # fmt: skip
 BIASES = ("attention_bias", "mlp_bias")  # a Llama's keys
 
 
@@ -63,7 +60,6 @@ class LlamaLike(Family):
         return super().fits(model, attention) and not self.joined and apart and (not windows or bool(self.window))
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `Family.settings`."""
         config = self.usual | {
             name: value for name, value in config.items() if value is not None or name not in self.usual
         }
@@ -80,7 +76,6 @@ class LlamaLike(Family):
         return {}
 
     def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """As `Family.attention`."""
         kinds = config.get(LAYER_TYPES) if self.window == "layers" else None
         on = self.window and config.get("sliding_window") is not None
         if not on or (self.switched and not config.get("use_sliding_window")):
@@ -92,30 +87,21 @@ class LlamaLike(Family):
             kinds = [LOCAL if layer >= first else WHOLE for layer in range(config["num_hidden_layers"])]
         return read_windows({**config, LAYER_TYPES: kinds}, where)
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """As `Family.pieces`."""
-        return llama_weights.pieces(model, vocab_size, joined=self.joined)
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
+        return llama_weights.layer_pieces(model, joined=self.joined)
 
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `Family.config_json`."""
-        if self.kind == "llama":
-            return llama_settings.config_json(model, vocab_size, dtype)
         fixed = llama_settings.FIXED | ({} if self.biases else {"add_bias_linear": False}) | self.differs
         fixed = {name: value for name, value in fixed.items() if name not in self.free}
-        config = llama_settings.config_json(model, vocab_size, dtype, fixed, self.title, self.architecture)
-        given = dict.fromkeys(self.biases, model.add_bias_linear)
-        config = {name: value for name, value in config.items() if name not in BIASES} | given
+        config = self.llama_json(model, vocab_size, dtype, fixed)
+        del config["attention_bias"]
+        config |= dict.fromkeys(self.biases, model.add_bias_linear)
         if self.joined and config["rope_scaling"]:
             kind = config["rope_scaling"]["rope_type"]
             raise Refusal(f"RoPE scaling {kind} is not known to Hugging Face's {self.architecture}: train without it")
-        return (
-            config
-            | {"model_type": self.kind, "architectures": [self.architecture], **self.only}
-            | self._windows(model, attention)
-            | self.own_json(model)
-        )
+        return config | self.only | self._windows(model, attention) | self.own_json(model)
 
     def _windows(self, model: ModelConfig, attention: dict[str, Any] | None) -> dict[str, Any]:
         """The keys of config.json for the windows of ``attention``."""
@@ -132,9 +118,7 @@ class LlamaLike(Family):
         return keys
 
     def _as_llama(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        required = (*REQUIRED, *(["head_dim"] * self.kind.startswith("qwen3")))
-        if missing := [name for name in required if config.get(name) is None]:
-            raise Refusal(f"{where}: {', '.join(missing)} of {self.kind} is missing")
+        self.check_keys(config, where, *(["head_dim"] if self.kind.startswith("qwen3") else []))
         if self.kind.startswith("qwen3") and config.get("attention_bias"):
             raise Refusal(f"{where}: attention_bias of {self.kind} is not supported")
         if self.kind == "mistral" and "sliding_window" not in config:
@@ -167,11 +151,9 @@ class WithExperts(LlamaLike):
     mixed: bool = False
 
     def fits(self, model: ModelConfig, attention: dict[str, Any]) -> bool:
-        """As `Family.fits`."""
         return bool(model.num_experts) and Family.fits(self, model, attention)
 
     def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """As `LlamaLike.settings`."""
         if config.get(self.number) is None and "num_local_experts" in config:  # transformers 5 writes it so
             config = {**config, self.number: config["num_local_experts"]}
         names = (self.number, "num_experts_per_tok", self.width)
@@ -209,12 +191,11 @@ class WithExperts(LlamaLike):
     def config_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As `LlamaLike.config_json`."""
         usual = ModelConfig()
         free = ("moe_layer_freq", "moe_router_pre_softmax") if self.mixed else ()
         wrong = [name for name in llama_settings.ROUTER if getattr(model, name) != getattr(usual, name)]
         wrong = [name for name in wrong if name not in free]
-        llama_settings.refuse_other_settings(model, wrong, self.title, self.architecture)
+        self.refuse(model, wrong)
         return (
             super().config_json(model, vocab_size, dtype, attention)
             | self._mixed_json(model)
@@ -225,6 +206,5 @@ class WithExperts(LlamaLike):
             }
         )
 
-    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """As `LlamaLike.pieces`."""
-        return llama_weights.pieces(model, vocab_size, self.names)
+    def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
+        return llama_weights.layer_pieces(model, self.names)

@@ -16,7 +16,7 @@ from megatron.training.refusal import Refusal, reason
 from megatron.training.settings.config import ModelConfig
 from megatron.training.settings.flag import FUNCTION, WEIGHTS, every
 from megatron.training.settings.kinds import KINDS, kinds_in
-from megatron.training.settings.models import LLAMA, derive_shape, is_gated
+from megatron.training.settings.models import LLAMA, derive_shape
 from megatron.training.settings.read_with import ROTARY
 from megatron.training.untrusted.largest_numbers import check_numbers
 
@@ -237,58 +237,6 @@ def settings(config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
     return derive_shape(model), integer("vocab_size", 32000)
 
 
-def config_json(
-    model: ModelConfig,
-    vocab_size: int,
-    dtype: torch.dtype,
-    fixed: dict[str, Any] = FIXED,
-    title: str = "Llama",
-    architecture: str = "LlamaForCausalLM",
-) -> dict[str, Any]:
-    """The config.json of one of our models, with keys that both transformers 4 and 5 read.
-
-    Args:
-        fixed: settings that every model of the ``architecture`` has.
-
-    Raises:
-        Refusal: the model is not a Llama, or not what ``title`` says; the message names the settings.
-    """
-    wrong = [name for name in fixed if getattr(model, name) != fixed[name]]
-    if model.position_embedding_type not in ROTARY:
-        wrong.insert(0, "position_embedding_type")
-    refuse_other_settings(model, wrong, title, architecture)
-    scaling = scaling_json(model)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "head_dim": model.kv_channels,
-        "hidden_act": "silu",
-        "max_position_embeddings": model.max_position_embeddings,
-        "rms_norm_eps": model.norm_epsilon,
-        "rope_theta": float(model.rotary_base),
-        "rope_scaling": scaling,
-        "attention_bias": model.add_bias_linear,
-        "mlp_bias": model.add_bias_linear,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-def refuse_other_settings(model: ModelConfig, wrong: list[str], title: str, architecture: str) -> None:
-    """Refuse a model if any settings are ``wrong`` for the architecture of transformers."""
-    if wrong:
-        given = ", ".join(f"--{name.replace('_', '-')} {getattr(model, name)}" for name in wrong)
-        raise Refusal(f"the model is not a {title}, as Hugging Face's {architecture} requires: {given}")
-
-
 def updated_config(
     original: dict[str, Any], before: dict[str, Any], dtype: torch.dtype | None, new: dict[str, Any]
 ) -> dict[str, Any]:
@@ -337,7 +285,7 @@ def command_line(model: ModelConfig, dtype: torch.dtype) -> list[str]:
         names += ["is_hybrid_model", "hybrid_override_pattern", "squared_relu"]
         names += [field.name for field in fields(ModelConfig) if field.name.startswith("mamba_")]
     names += ["softmax_type"] if model.softmax_type != "vanilla" else []
-    names += [] if is_gated(model) else ["bias_gelu_fusion"]
+    names += [] if model.gated else ["bias_gelu_fusion"]
     names += [name for name in PLACES if getattr(model, name)]
     names += ["scale_embeddings", "add_bias_linear", "untie_embeddings_and_output_weights"]
     names += ["add_qkv_bias", "qk_layernorm", "embed_layernorm", "hidden_dropout", "attention_dropout"]

@@ -18,7 +18,7 @@ from megatron.training.settings.kinds.layer_patterns import expert_layers
 EXPERTS = "mlp.experts.experts"  # in checkpoints
 
 
-LM_HEAD = "lm_head.weight"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,14 @@ def layers(model: ModelConfig) -> Iterator[tuple[int, str, bool, bool]]:
         yield model.num_layers + ahead, f"mtp.layers.{ahead}.transformer_layer.", False, bool(pattern[-1])
 
 
-def pieces(
-    model: ModelConfig, vocab_size: int, own: ExpertNames = ExpertNames(), joined: bool = False
-) -> Iterator[Piece]:
-    """All weights of a model, layer by layer.
+def layer_pieces(model: ModelConfig, own: ExpertNames = ExpertNames(), joined: bool = False) -> Iterator[Piece]:
+    """The weights of all layers of a model like a Llama.
 
     Args:
         joined: the files have q, k and v in one tensor, and gate and up projection in one, as Phi-3's do.
     """
     hidden, ffn, size = model.hidden_size, model.ffn_hidden_size, model.kv_channels
     heads, groups = model.num_attention_heads * size, model.num_query_groups * size
-    yield Piece("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), ((vocab_size, hidden),))
     for layer, place, stacked, has_experts in layers(replace(model, mtp_num_layers=None)):
 
         def piece(
@@ -156,9 +153,6 @@ def pieces(
                 yield piece(f"mlp.linear_fc1.{kind}", [f"mlp.{name}.{kind}"], (ffn, *tail), part=(part, 2))
             tail = (ffn,) if kind == "weight" else ()
             yield piece(f"mlp.linear_fc2.{kind}", [f"mlp.down_proj.{kind}"], (hidden, *tail))
-    yield Piece("decoder.final_layernorm.weight", ("model.norm.weight",), ((hidden,),))
-    if model.untie_embeddings_and_output_weights:
-        yield Piece("output_layer.weight", ("lm_head.weight",), ((vocab_size, hidden),))
 
 
 def fuse(piece: Piece, tensors: Sequence[Tensor], groups: int) -> Tensor:

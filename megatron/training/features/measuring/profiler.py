@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import profiler
 
 from megatron.system.whole_file import whole_file
+from megatron.training.arguments.validate.check_memory import NO_HISTORY
 from megatron.training.features.feature import Feature, Step
 from megatron.training.job import Job
 from megatron.training.refusal import reason
 from megatron.training.report.reporter import Reporter
 
-NO_HISTORY = "--record-memory-history: no effect on a CPU; --profile-memory shows its memory"
 ENTRIES = 100_000  # allocations and frees that the history of memory keeps
 
 
