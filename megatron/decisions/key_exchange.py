@@ -35,7 +35,7 @@ def _gathered(ring: int, wide: int) -> int:
 PASSED_ON = "p2p"
 # Every exchange. To add one, write its source and its work, and add a line here.
 KEY_EXCHANGES = {
-    PASSED_ON: KeyExchange("is Ring", "ring:RingSource", "attention_operations", in_chunks=True),
+    PASSED_ON: KeyExchange("is Ring", "ring:RingSource", "ring_operations", in_chunks=True),
     "all_gather": KeyExchange(
         "is Ring that gathers all keys at once", "ring:GatherSource", "gathered_operations", _gathered
     ),

@@ -17,16 +17,14 @@ from megatron.formulas.kinds.latent_figures import Latent
 from megatron.formulas.kinds.state_figures import LinearAttention
 from megatron.formulas.strategy import Shape, Strategy, Workload
 from megatron.simulator.cost.estimate import Estimate, estimate, layer_works, step_parts
-from megatron.simulator.cost.kinds.attention_operations import (
-    attended,
+from megatron.simulator.cost.kinds.chunk_operations import (
     chunked_backward,
     chunked_forward,
     copied_in_ffn_backward,
     loaded_in_backward,
     stored_in_forward,
-    to_heads,
-    to_sequence,
 )
+from megatron.simulator.cost.kinds.ring_operations import attended, to_heads, to_sequence
 from megatron.simulator.cost.layer_operations import layer
 from megatron.simulator.cost.operations import Segment
 from megatron.simulator.cost.step_operations import (

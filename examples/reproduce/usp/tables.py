@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from examples.reproduce.report import PaperTable, Row, mean_error, published, run_tables  # noqa: E402
 from examples.reproduce.simulate import Clock, clock, cluster, from_seconds, shape_of, usp_tflops  # noqa: E402
 from megatron.formulas.strategy import Shape, Strategy, Workload  # noqa: E402
-from megatron.simulator.cost.kinds.attention_operations import attended, ring_forward, to_heads, to_sequence  # noqa: E402
+from megatron.simulator.cost.kinds.ring_operations import attended, ring_forward, to_heads, to_sequence  # noqa: E402
 from megatron.simulator.cost.operations import price  # noqa: E402
 from megatron.simulator.machines.machine import Machine  # noqa: E402
 

@@ -13,17 +13,10 @@ from megatron.decisions.division import goes_by_keys
 from megatron.formulas.kinds import mixer_of
 from megatron.formulas.sizes import chunks_of
 from megatron.formulas.strategy import Shape, Strategy, Workload
-from megatron.simulator.cost.kinds.attention_operations import (
-    Attended,
-    LayerWork,
-    attended,
-    chunked_forward,
-    copied_in_ffn_backward,
-    loaded_in_backward,
-    to_heads,
-    to_sequence,
-)
+from megatron.simulator.cost.kinds.attention_operations import LayerWork
+from megatron.simulator.cost.kinds.chunk_operations import chunked_forward, copied_in_ffn_backward, loaded_in_backward
 from megatron.simulator.cost.kinds.expert_operations import experts, experts_grad
+from megatron.simulator.cost.kinds.ring_operations import Attended, attended, to_heads, to_sequence
 from megatron.simulator.cost.operations import BF16, Segment
 from megatron.simulator.cost.row_operations import Rows
 from megatron.simulator.cost.trace import HostCopy

@@ -24,7 +24,7 @@ Runs = Literal["ours", "eager", "compiled", "fused"]
 # PyTorch's 18 and 22.
 RMS_NORM, SWIGLU, CROSS_ENTROPY = (9.0, 6.0), (10 / 6, 18 / 10), (18 / 46, 22 / 26)
 FUSED_CROSS_ENTROPY = (6 / 46, 4 / 26)  # one kernel per pass: torch.compile's, Triton's, Transformer Engine's
-# Other programs cast the first output before they merge others into it (attention_operations.py, ``merges``).
+# Other programs cast the first output before they merge others into it (ring_operations.py, ``merges``).
 WIDEN = 10 / 4
 # A tensor is cast for an FP8 product: read in bf16, written in FP8 as it is and transposed.
 CAST_BYTES = BF16 + 2

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.formulas.strategy import Strategy
-from megatron.simulator.cost.kinds import attention_operations as passed_on
-from megatron.simulator.cost.kinds.attention_operations import Attended
+from megatron.simulator.cost.kinds import ring_operations as passed_on
+from megatron.simulator.cost.kinds.ring_operations import Attended
 from megatron.simulator.cost.operations import BF16, FP32, Segment, collective
 from megatron.simulator.cost.trace import Collective
 
