@@ -141,19 +141,23 @@ def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypat
     assert "invalid choice: 'table_9'" in capsys.readouterr().err
 
 
+def copied(tmp_path: Path, names: list[str], stub: str) -> Path:
+    """The folder examples/reproduce with these files in a tree of its own, whose Python is the shell script ``stub``."""
+    folder, python = tmp_path / "tree" / "examples" / "reproduce", tmp_path / "python"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPRODUCE / name, folder / name)
+    python.write_text(f"#!/bin/sh\n{stub}\n")
+    python.chmod(0o755)
+    (tmp_path / "tree" / "scripts").mkdir()
+    (tmp_path / "tree" / "scripts" / "setup.sh").write_text(f"echo {python}\n")
+    return folder
+
+
 def test_run_all_runs_every_command(tmp_path):
     """The script runs in a copy of the tree. Commands there only record their arguments, and one of them fails."""
-    tree = tmp_path / "tree"
-    for file in (REPRODUCE / "run_all.sh", REPRODUCE / "run_folder.sh"):
-        copy = tree / file.relative_to(REPRODUCE.parents[1])
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
-    stub = tmp_path / "python"
-    stub.write_text('#!/bin/sh\n[ "$2" != --names ] || set table_5 table_6\necho "$@"\n')
-    stub.chmod(0o755)
-    (tree / "scripts").mkdir()
-    (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
-    folder = tree / "examples" / "reproduce"
+    stub = '[ "$2" != --names ] || set table_5 table_6\necho "$@"'
+    folder = copied(tmp_path, ["run_all.sh", "run_folder.sh"], stub)
     for name in ("usp/figure_6.sh", "usp/counting.py", "fpdt/figure_14.sh", "genslm/section_2.py"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("echo shell $*\nexit 3\n" if "figure_14" in name else "echo shell $*\n")
@@ -171,17 +175,9 @@ def test_run_all_runs_every_command(tmp_path):
 @pytest.mark.parametrize("script, runs", [("usp/figure_6", 2), ("fpdt/figure_14", 3), ("ulysses/figure_8", 5)])
 def test_curves_are_of_the_same_training(script: str, runs: int, tmp_path: Path):
     """All runs of a figure are accepted and differ only in how the work is distributed."""
-    tree, captured = tmp_path / "tree", tmp_path / "captured"
-    for name in (f"{script}.sh", "convergence.sh"):
-        copy = tree / "examples" / "reproduce" / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPRODUCE / name, copy)
-    stub = tmp_path / "python"
-    stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" "" >>{captured}\n')
-    stub.chmod(0o755)
-    (tree / "scripts").mkdir()
-    (tree / "scripts" / "setup.sh").write_text(f"echo {stub}\n")
-    command = ["bash", str(tree / "examples" / "reproduce" / f"{script}.sh"), "out/here"]
+    captured = tmp_path / "captured"
+    folder = copied(tmp_path, [f"{script}.sh", "convergence.sh"], f'printf "%s\\n" "$@" "" >>{captured}')
+    command = ["bash", str(folder / f"{script}.sh"), "out/here"]
     done = subprocess.run(
         command, env={**os.environ, "DEVICE": "cpu"}, capture_output=True, text=True, timeout=patience(60)
     )

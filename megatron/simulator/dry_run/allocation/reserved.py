@@ -25,6 +25,7 @@ from megatron.simulator.dry_run.allocation.allocator import (
     rounded,
 )
 from megatron.simulator.machines.machine import Machine
+from megatron.training.arguments.stages import strategy_of
 from megatron.training.settings.config import Config
 
 Changes = list[tuple[int, int]]  # (block, change of its bytes)
@@ -394,18 +395,13 @@ class RuntimeMemory:
 
 def runtime_memory(config: Config, world_size: int, machine: Machine) -> RuntimeMemory:
     """The memory of a rank of ``config``'s grid."""
-    p = config.parallel
-    tensor, ulysses, ring = p.tensor_model_parallel_size, p.ulysses_parallel_size, p.ring_parallel_size
-    inner = tensor * ulysses * ring
-    data = world_size // (inner * p.pipeline_model_parallel_size)
-    groups = [(tensor, tensor), (ulysses, tensor * ulysses), (ring, inner), (data * ulysses * ring, inner * data)]
-    groups += [(p.pipeline_model_parallel_size, world_size)]
-    used = [(size, span) for size, span in groups if size > 1]
-    given = machine.runtime
+    strategy, given = strategy_of(config), machine.runtime
+    strategy = strategy.but(data=world_size // strategy.ranks)
+    used = [group for group in map(strategy.group, ("tp", "ulysses", "ring", "dp", "pp")) if group.size > 1]
     hopper = machine.capability >= (9, 0)
     near, far = (2 * NCCL_BUFFER * channels for channels in (CHANNELS, 2 * NETWORK_CHANNELS))
     near, far = _or(given.nccl, near), _or(given.nccl_network, far)
-    nccl = sum(near if span <= machine.gpus else far for _, span in used)
+    nccl = sum(near if group.size * group.stride <= machine.gpus else far for group in used)
     cublas = _or(given.cublas, 32 * MIB if hopper else 8 * MIB + 128 * 1024)
     source = machine.sources.get("runtime", ASSUMED)
     return RuntimeMemory(_or(given.context, CONTEXT), cublas, nccl, len(used), source)
