@@ -142,7 +142,7 @@ def test_a_table_of_a_paper_is_written_where_it_is_asked_for(tmp_path, monkeypat
 
 
 def copied(tmp_path: Path, names: list[str], stub: str) -> Path:
-    """The folder examples/reproduce with these files in a tree of its own, whose Python is the shell script ``stub``."""
+    """The folder examples/reproduce with these files in its own tree, whose Python is the shell script ``stub``."""
     folder, python = tmp_path / "tree" / "examples" / "reproduce", tmp_path / "python"
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
