@@ -25,7 +25,7 @@ FLAGS = (
 def write(who: str, folder: str, flags: str = "") -> dict[str, Any]:
     """Two steps, a checkpoint, and its digest and next three losses. Needs process groups' default group."""
     from tests.distributed import megatron_lm
-    from tests.distributed.training_runs import make_job, train_job
+    from tests.distributed.training_runs import make_job, save_job, train_job
 
     if who == "core":
         run = megatron_lm.build(f"{FLAGS} {flags}", distributed=True)
@@ -33,11 +33,9 @@ def write(who: str, folder: str, flags: str = "") -> dict[str, Any]:
         megatron_lm.save(run, folder, 2, "fully_reshardable", core_writer=True)
         found = digest(megatron_lm.unwrapped(run), run.optimizer)
         return {"digest": found, "losses": megatron_lm.train(run, 3)}
-    from megatron.training.checkpoint import checkpoint
-
     job = make_job(f"{FLAGS} --zero-stage 1 {flags}")
     train_job(job, 2)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
     return {"digest": _digest_of(job), "losses": train_job(job, 3)[0]}
 
 

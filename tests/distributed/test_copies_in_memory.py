@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from megatron.training.checkpoint.checksums import list_files
 from megatron.training.checkpoint.in_memory import copy_file
 from tests.distributed.flags import SP
-from tests.distributed.training_runs import make_job, train_job
+from tests.distributed.training_runs import make_job, save_job, train_job
 from tests.pairs import also_in_full
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
@@ -66,7 +66,6 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
 
     Returns (iteration at the start, losses of the last steps, notes, lines about copies).
     """
-    from megatron.training.checkpoint import checkpoint
     from megatron.training.checkpoint.in_memory.state import TrainingState
 
     before, output, job = os.environ.get("LOCAL_WORLD_SIZE"), [], None
@@ -77,7 +76,7 @@ def run(folder, flags, nodes=1, copies=(), more=0, save_at=()):
         for count in copies:
             train_job(job, count)
             if job.progress.iteration in save_at:
-                checkpoint.save(f"{folder}/c", job.progress, *state)
+                save_job(f"{folder}/c", job)
             job.copies.begin(job.progress, TrainingState(*state).tensors())
             job.copies.finish()
             output += job.copies.take_lines()

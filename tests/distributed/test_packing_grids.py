@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.training.arguments.schedule import LengthStageEnded
 from tests.distributed.flags import LLAMA, RUN, SHAPE
-from tests.distributed.training_runs import compare_gradients, make_job, train_job
+from tests.distributed.training_runs import compare_gradients, make_job, save_job, train_job
 from tests.pairs import full_but
 
 MOCK = "--mock-data"
@@ -91,7 +91,6 @@ MIXED = {
 def stages(corpus, kind, folder, schedule, until=6, more=""):
     """Losses, norms, lengths, and gradients of each stage's first step, of a run up to a step; it saves at its end."""
     from megatron.training.arguments.parser import parse
-    from megatron.training.checkpoint.checkpoint import save
     from megatron.training.job import prepare
     from megatron.training.setup import start, stop
 
@@ -113,7 +112,7 @@ def stages(corpus, kind, folder, schedule, until=6, more=""):
                 kept += one
             gradients.append(found[2])
             done = job.progress.iteration
-            save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, config)
+            save_job(folder, job)
             job.owner.release()
             if done == until:
                 return losses, norms, gradients

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.checkpoint import checksums
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.megatron_lm import unpickle
 from megatron.training.checkpoint.megatron_lm.file_list import CHECKSUMS, read_list, sum_of
 from megatron.training.refusal import Refusal
-from tests.distributed.training_runs import make_job, refusal_of, run_loop, save_job, train_job
+from tests.distributed.training_runs import damage, make_job, refusal_of, run_loop, save_job, train_job
 
 SMALL = "--num-layers 1 --hidden-size 32 --num-attention-heads 4"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -234,7 +233,7 @@ def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, 
     folder = Path(shutil.copytree(two, tmp_path / "c"))
     newest = folder / "iter_0000002"
     without_list(newest)
-    assert checksums.damage(newest) is None
+    assert damage(newest) is None
     (newest / "metadata.json").write_bytes(content)
     (message,) = pool.run(refused, 1, f"--load {folder}")
     assert f"{newest}/metadata.json cannot be read" in message and f"{folder}/iter_0000001" in message
@@ -242,24 +241,24 @@ def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, 
 
 def test_every_file_is_checked(two, tmp_path):
     path = Path(shutil.copytree(two / "iter_0000002", tmp_path / "iter_0000002"))
-    assert checksums.damage(path) is None
+    assert damage(path) is None
     names = sorted(file.name for file in path.iterdir())
     assert names == [".metadata", "__0_0.distcp", "checksums.json", "common.pt", "metadata.json"]
     for name in names:
         whole = (path / name).read_bytes()
         for at in (0, len(whole) // 2, -1):
             flip(path / name, at)
-            assert name in checksums.damage(path)
+            assert name in damage(path)
             (path / name).write_bytes(whole)
         (path / name).write_bytes(whole[:-1])
-        assert name in checksums.damage(path)
+        assert name in damage(path)
         os.unlink(path / name)
-        assert f"{path / name} is missing" in checksums.damage(path)
+        assert f"{path / name} is missing" in damage(path)
         (path / name).write_bytes(whole)
-    assert checksums.damage(path) is None
-    shares = [checksums.damage(path, share, 3) for share in range(3)]
+    assert damage(path) is None
+    shares = [damage(path, share, 3) for share in range(3)]
     flip(path / "__0_0.distcp", 100)
-    assert shares == [None] * 3 and sum(checksums.damage(path, share, 3) is not None for share in range(3)) == 1
+    assert shares == [None] * 3 and sum(damage(path, share, 3) is not None for share in range(3)) == 1
 
 
 def delete_the_list(folder):
@@ -324,7 +323,7 @@ def test_copies_under_their_own_names_and_other_files_are_no_damage(pool, two, t
     write_version_1(path)
     assert pool.run(going_on, 1, f"--load {tmp_path / 'other'}")[0][0] == 2
     flip(path / "__0_0.distcp", -200)
-    assert "__0_0.distcp is not what was written" in checksums.damage(path)
+    assert "__0_0.distcp is not what was written" in damage(path)
 
 
 def test_the_list_names_run_iteration_and_folder(pool, two):

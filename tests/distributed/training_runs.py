@@ -81,11 +81,26 @@ def run_loop(job: Any, reporter: Any = None) -> bool:
         stopper.restore()
 
 
+def damage(path: Any, share: int = 0, shares: int = 1) -> str | None:
+    """What is wrong with a checkpoint, in one line that names the first damaged file; None if nothing is."""
+    from megatron.training.checkpoint.megatron_lm.checked import examine
+    from megatron.training.checkpoint.megatron_lm.file_list import Damaged
+
+    try:
+        examine(path, share, shares)
+    except Damaged as error:
+        return str(error)
+    return None
+
+
 def save_job(folder: Any, job: Any) -> Any:
     """Save a checkpoint; returns its path."""
     from megatron.training.checkpoint import checkpoint
 
-    return checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    state = (job.model_chunks, job.optimizer, job.schedule, job.config)
+    begun = checkpoint.begin_save(str(folder), job.progress, *state)
+    begun.write()
+    return begun.finish()
 
 
 def refusal_of(flags: str, llama: bool = True, make: Callable[..., Any] = make_job) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron.training.checkpoint import checksums
 from megatron.training.data import chat_template
 from megatron.training.data.chat_template import read_chats
 from megatron.training.data.datasets import build_datasets
@@ -24,6 +23,7 @@ from megatron.training.data.encoding import Settings, encode, encode_all
 from megatron.training.data.text_files import Reader, Record
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
+from tests.distributed.training_runs import damage
 from tests.faults.kills import ENVIRONMENT, losses, text
 from tests.patience import patience
 from tests.program import run_ranks, start_forked
@@ -146,7 +146,7 @@ def broken(folder, how, rank, more, ranks=2):
 def whole(folder):
     """Iterations of the checkpoints, which must all be complete."""
     paths = sorted((folder / "c").glob("iter_*"))
-    assert not any(map(checksums.damage, paths))
+    assert not any(map(damage, paths))
     return [int(path.name[5:]) for path in paths]
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.training.checkpoint.checkpoint_folder import check_writable
-from megatron.training.checkpoint.checksums import damage
 from megatron.training.checkpoint.megatron_lm.places import TRACKER, checkpoints_in, run_of
-from megatron.training.ownership.lock_file import LOCK_FILES, take
+from megatron.training.ownership.lock_file import LOCK_FILES, Owner, acquire
 from megatron.training.refusal import Refusal
 from tests.distributed.test_program import FLAGS, PROGRAM, ROOT
+from tests.distributed.training_runs import damage
 from tests.faults.bad_inputs import TOOLS
 from tests.faults.kills import ENVIRONMENT, losses, run_and_kill, text
 from tests.patience import patience
@@ -133,7 +133,7 @@ def test_a_job_that_has_lost_its_folder_ends_and_changes_nothing_there(tmp_path)
         try:
             until(lambda: (folder / TRACKER).exists(), job)
             next(folder.glob(LOCK_FILES)).unlink()  # the first action of a job that takes over
-            owner = take(folder, [])
+            acquire(owner := Owner(folder, "0" * 32), [])
             job.join(patience(60))
             assert job.exitcode == 1
         finally:

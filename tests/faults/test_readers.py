@@ -10,7 +10,7 @@ import torch
 
 from megatron.training.refusal import Refusal
 from tests.distributed.pool import fork_server
-from tests.distributed.training_runs import make_job
+from tests.distributed.training_runs import make_job, save_job
 from tests.patience import patience
 
 SMALL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --hidden-dropout 0.1"
@@ -44,7 +44,7 @@ def save_again_and_again(folder, same_iteration):
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     import torch.distributed as dist
 
-    from megatron.training.checkpoint import checkpoint, checkpoint_folder
+    from megatron.training.checkpoint import checkpoint_folder
     from tests.distributed.training_runs import train_job
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -54,7 +54,7 @@ def save_again_and_again(folder, same_iteration):
         number += 1
         job.progress.iteration = 1 if same_iteration else number
         fill(job, number)
-        checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+        save_job(folder, job)
         checkpoint_folder.remove_older(folder, job.progress.iteration, 1, None)
 
 
@@ -86,12 +86,11 @@ def loaded_while_replaced(folder, others):
 
 
 def saved(folder, number):
-    from megatron.training.checkpoint import checkpoint
 
     job = make_job(SMALL)
     job.progress.iteration = 1
     fill(job, number)
-    checkpoint.save(folder, job.progress, job.model_chunks, job.optimizer, job.schedule, job.config)
+    save_job(folder, job)
 
 
 @pytest.mark.lab

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.inference.load import read_saved
 from megatron.simulator.planner import memory_table
 from megatron.training.arguments.parser import parse
-from megatron.training.checkpoint import checkpoint, checkpoint_folder, checksums, older_formats
+from megatron.training.checkpoint import checkpoint, checkpoint_folder, older_formats
 from megatron.training.checkpoint.arguments_of import shape_of
 from megatron.training.checkpoint.converting import quantized, to_hugging_face
 from megatron.training.checkpoint.hugging_face import load_folder, safetensors_folder
@@ -49,6 +49,7 @@ from megatron.training.families.llama import llama_settings
 from megatron.training.json_file import read_json
 from megatron.training.refusal import Refusal, Refusals
 from megatron.training.settings.config import CheckpointConfig
+from tests.distributed.training_runs import damage
 from tests.fuzz import mutations
 from tests.fuzz.harness import Reader
 
@@ -423,7 +424,7 @@ def read_copy(folder: Path) -> bool:
 
 def whole(folder: Path) -> None:
     """Turn Damaged into a Refusal, as programs do."""
-    if wrong := checksums.damage(folder):
+    if wrong := damage(folder):
         raise Refusal(wrong)
 
 

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.training.checkpoint import checkpoint_folder
-from megatron.training.checkpoint.checksums import damage
 from megatron.training.checkpoint.converting.from_hugging_face import from_hugging_face
 from megatron.training.checkpoint.converting.to_hugging_face import to_hugging_face
 from megatron.training.checkpoint.hugging_face.safetensors_folder import COPIED, new_folder
 from megatron.training.checkpoint.in_memory.copy_file import open_private
 from megatron.training.refusal import Refusal
+from tests.distributed.training_runs import damage
 from tests.hugging_face import save_model
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}

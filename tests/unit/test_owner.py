@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from megatron.system import processes
 from megatron.system.processes import this_process
 from megatron.training.ownership import lock_file
-from megatron.training.ownership.lock_file import Lost, Owner, take
+from megatron.training.ownership.lock_file import Lost, Owner, acquire
 from megatron.training.refusal import Refusal
 from tests.pairs import also_in_full
 from tests.patience import patience
@@ -26,6 +27,11 @@ from tests.patience import patience
 ROUNDS = int(os.environ.get("OWNER_ROUNDS", "3"))
 RENEWAL, SILENCE = 0.1, 1.5
 CONTEXT = multiprocessing.get_context("fork")
+
+
+def take(folder: Path, notes: list[str], silence: float = lock_file.SILENCE) -> Owner:
+    acquire(owner := Owner(folder, uuid.uuid4().hex, RENEWAL), notes, silence)
+    return owner
 
 
 def serve(pipe, machine: Path | None) -> None:
@@ -39,7 +45,7 @@ def serve(pipe, machine: Path | None) -> None:
         try:
             if command == "take":
                 notes: list[str] = []
-                owned = take(Path(arguments[0]), notes, RENEWAL, patience(SILENCE))
+                owned = take(Path(arguments[0]), notes, patience(SILENCE))
                 pipe.send(("has it", notes))
             elif command == "check":
                 owned.check()
@@ -199,7 +205,7 @@ def test_of_several_jobs_that_start_at_once_exactly_one_gets_the_folder(tmp_path
 def test_an_unreadable_lock_file_is_waited_for_and_then_removed(tmp_path, content):
     (tmp_path / lock_file.LOCK_FILES.replace("*", "f" * 32)).write_bytes(content)
     begin, notes = time.monotonic(), []
-    owned = take(tmp_path, notes, RENEWAL, 0.5)
+    owned = take(tmp_path, notes, 0.5)
     assert time.monotonic() - begin >= 0.4 and not notes
     owned.release()
     assert not lock_files(tmp_path)
@@ -224,7 +230,7 @@ def test_a_slow_file_system_is_not_mistaken_for_a_dead_owner(monkeypatch):
 def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
     """Where a file system is not mounted, its mount point is an empty folder."""
     folder = tmp_path / "save"
-    owned = take(folder, [], RENEWAL)
+    owned = take(folder, [])
     folder.rename(tmp_path / "away")
     if mount_point:
         folder.mkdir()
@@ -244,7 +250,7 @@ def test_a_folder_out_of_reach_for_a_moment_is_not_lost(tmp_path, mount_point):
 
 
 def test_a_folder_that_comes_back_during_the_check_is_not_lost(tmp_path):
-    owned = take(tmp_path, [], RENEWAL)
+    owned = take(tmp_path, [])
 
     def before_it_came_back():
         raise FileNotFoundError(owned._lock_file)
@@ -257,7 +263,7 @@ def test_a_folder_that_comes_back_during_the_check_is_not_lost(tmp_path):
 
 
 def test_files_that_own_nothing_do_not_say_who_has_the_folder(tmp_path, monkeypatch):
-    owned = take(tmp_path, [], RENEWAL)
+    owned = take(tmp_path, [])
     other, message = tmp_path / lock_file.LOCK_FILES.replace("*", "0" * 32), f"{tmp_path} is not the folder that it was"
     monkeypatch.setattr(lock_file, "_place", lambda _: (0, 0))
 
@@ -286,7 +292,7 @@ def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
     for name in ("flock", "lockf", "fcntl"):
         monkeypatch.setattr(fcntl, name, missing)
     notes: list[str] = []
-    owned = take(tmp_path, notes, RENEWAL)
+    owned = take(tmp_path, notes)
     time.sleep(3 * RENEWAL)
     owned.check()
     (lock,) = lock_files(tmp_path)
@@ -297,8 +303,8 @@ def test_no_lock_of_the_system_and_no_renaming_is_needed(tmp_path, monkeypatch):
 
 
 def test_a_process_has_one_job_at_a_time(tmp_path):
-    first, notes = take(tmp_path, [], RENEWAL), []
-    second = take(tmp_path, notes, RENEWAL)
+    first, notes = take(tmp_path, []), []
+    second = take(tmp_path, notes)
     second.check()
     with pytest.raises(Lost):
         first.check()

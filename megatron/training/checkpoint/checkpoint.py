@@ -150,24 +150,6 @@ def open_foreign(path: Checked) -> ForeignCheckpoint | None:
     return load_torch_dist.open_megatron(path)
 
 
-def save(
-    folder: str,
-    progress: Progress,
-    chunks: Sequence[nn.Module],
-    optimizer: MegatronOptimizer | None,
-    schedule: OptimizerParamScheduler | None,
-    config: Config,
-) -> Path:
-    """Write ``folder/iter_NNNNNNN`` and point the tracker at it. All ranks call it.
-
-    Raises:
-        OSError: the checkpoint could not be written; earlier ones are untouched.
-    """
-    job = begin_save(folder, progress, chunks, optimizer, schedule, config)
-    job.write()
-    return job.finish()
-
-
 def begin_save(
     folder: str,
     progress: Progress,

@@ -58,19 +58,6 @@ def list_files(path: Path) -> FileList:
     return listed
 
 
-def damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in one line that names the first damaged file; None if nothing is.
-
-    Args:
-        share, shares: as in :func:`examine`.
-    """
-    try:
-        examine(path, share, shares)
-    except Damaged as error:
-        return str(error)
-    return None
-
-
 def choose_whole(path: Path, settings: CheckpointConfig, notes: list[str]) -> Checked:
     """``path`` if it is undamaged; else the next older undamaged one, if ``settings`` permit that.
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.training.checkpoint.checkpoint_folder import check_writable
 from megatron.training.checkpoint.megatron_lm.places import checkpoints_in, iteration_of, run_of
-from megatron.training.ownership.lock_file import Owner, take
+from megatron.training.ownership.lock_file import Owner, acquire
 from megatron.training.refusal import Refusal, reason, refuse_together
 from megatron.training.settings.config import CheckpointConfig
 
@@ -116,7 +116,8 @@ def claim_folder(folder: str, notes: list[str]) -> Owner:
         if not first:
             return None
         check_writable(folder)
-        return take(Path(folder), notes)
+        acquire(taken := Owner(Path(folder), uuid.uuid4().hex), notes)
+        return taken
 
     owner = refuse_together(take_it)
     token = [owner.token if owner else ""]

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from megatron.training.checkpoint.checkpoint import unwrap
 from megatron.training.data.batches import Batch, micro_batches
 from megatron.training.evaluation.eval_plan import EvalPlan
-from megatron.training.evaluation.samples import MakeRow, micro_batches_of, pack, row_of, window, windows
+from megatron.training.evaluation.samples import MakeRow, Sample, micro_batches_of, pack, row_of, window, windows
 from megatron.training.loss import sum_of_reports
 from megatron.training.settings.config import Config
 from megatron.training.setup import Runtime
@@ -191,15 +191,9 @@ def perplexity(plan: EvalPlan, subject: Subject) -> Result:
 
 def scores_of_answers(plan: EvalPlan, subject: Subject) -> Result:
     """Of each conversation its reward, or the log-probability of the assistant's tokens; and means."""
-    config, found = subject.config, plan.answers
-    data, rewards = config.data, config.model.reward_model
-    together = subject.runtime.by_documents and data.reset_attention_mask and data.reset_position_ids
-    rows = pack([answer.sample.ids.size for answer in found], data.seq_length, together)
-
-    def make_row(number: int) -> Batch:
-        return row_of([(n, found[n].sample) for n in rows[number]], data.seq_length, plan.eod, last=rewards)
-
-    sums = _score_rows(subject, make_row, len(rows), len(found), "scores").tolist()
+    found, rewards = plan.answers, subject.config.model.reward_model
+    sizes = [answer.sample.ids.size for answer in found]
+    sums = _score_samples(plan, subject, sizes, lambda n: found[n].sample, "scores", last=rewards)
     scored, values = [], {"": [], "chosen": [], "rejected": []}
     for answer, (loss, _, tokens) in zip(found, sums):
         score = {"reward": -loss} if rewards else {"log_prob": -loss, "tokens": int(tokens)}
@@ -217,21 +211,33 @@ def scores_of_answers(plan: EvalPlan, subject: Subject) -> Result:
 
 def answers(plan: EvalPlan, subject: Subject, task: str) -> Result:
     """Share of right answers in synthetic samples by length, for needles also by depth."""
-    config, runtime, specs = subject.config, subject.runtime, plan.specs[task]
-    length = config.data.seq_length
-    together = runtime.by_documents and config.data.reset_attention_mask and config.data.reset_position_ids
-    rows = pack([spec.length for spec in specs], length, together)
-
-    def make_row(number: int) -> Batch:
-        return row_of([(n, plan.sample(specs[n])) for n in rows[number]], length, plan.eod)
-
-    sums = _score_rows(subject, make_row, len(rows), len(specs), task).tolist()
+    specs = plan.specs[task]
+    sums = _score_samples(plan, subject, [spec.length for spec in specs], lambda n: plan.sample(specs[n]), task)
     cells = []
     for cell in dict.fromkeys((spec.length, spec.depth) for spec in specs):
         of_cell = [row for spec, row in zip(specs, sums) if (spec.length, spec.depth) == cell]
         depth = {} if cell[1] is None else {"depth": cell[1]}
         cells.append({"length": cell[0], **depth, **_answers(of_cell)})
     return {"cells": cells, **_answers(sums)}
+
+
+def _score_samples(
+    plan: EvalPlan,
+    subject: Subject,
+    sizes: Sequence[int],
+    sample: Callable[[int], Sample],
+    name: str,
+    last: bool = False,
+) -> list[list[float]]:
+    """The sums of each sample, see :func:`score`; ``last`` as for :func:`row_of`."""
+    data = subject.config.data
+    together = subject.runtime.by_documents and data.reset_attention_mask and data.reset_position_ids
+    rows = pack(sizes, data.seq_length, together)
+
+    def make_row(number: int) -> Batch:
+        return row_of([(n, sample(n)) for n in rows[number]], data.seq_length, plan.eod, last)
+
+    return _score_rows(subject, make_row, len(rows), len(sizes), name).tolist()
 
 
 def _score_rows(subject: Subject, make_row: MakeRow, rows: int, groups: int, name: str) -> Tensor:

@@ -20,7 +20,6 @@ import os
 import re
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -67,7 +66,7 @@ class LockFile:
 
 
 class Owner:
-    """A job's lock, made by :func:`take`. Of a training job, only rank 0 has a lock file; other ranks do nothing.
+    """A job's lock, taken by :func:`acquire`. Of a training job, only rank 0 has a lock file; other ranks do nothing.
 
     Args:
         folder: of the lock files: the ``--save`` folder, or the one that contains the target.
@@ -185,26 +184,15 @@ class _Watched:
         return False if self.quiet >= silence else self.renewed or None
 
 
-def take(folder: Path, notes: list[str], renewal: float = RENEWAL, silence: float = SILENCE, name: str = "") -> Owner:
-    """Take the ``--save`` folder on rank 0, or the target of this name in a folder, which is created if necessary.
+def acquire(owner: Owner, notes: list[str], silence: float = SILENCE) -> None:
+    """Take the target, whose folder is created if necessary, for an owner that has no lock file yet.
 
     Whether a process of this machine is alive is known at once. The lock file of a process on another machine is
-    watched until it is renewed, or has not been renewed for ``silence`` seconds by this machine's clock.
+    watched until it is renewed, or has not been renewed for ``silence`` seconds by this machine's clock. After an error
+    or a signal the owner has no lock file.
 
     Args:
         notes: receives a line about a job from which the target was taken over.
-        renewal: seconds between renewals of this job's lock file.
-
-    Raises:
-        InUse: another job has it. Refusal: the folder cannot be listed and written to.
-    """
-    owner = Owner(folder, uuid.uuid4().hex, renewal, name)
-    acquire(owner, notes, silence)
-    return owner
-
-
-def acquire(owner: Owner, notes: list[str], silence: float = SILENCE) -> None:
-    """The same for an owner that has no lock file yet. After an error or a signal it has none.
 
     Raises:
         InUse: another job has the target. Refusal: the folder cannot be listed and written to.

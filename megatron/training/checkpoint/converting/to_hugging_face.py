@@ -184,9 +184,8 @@ def to_hugging_face(
     files += _tokenizer_files(common, {file.name for file in files}, notes)
     made = _made_files(common, files, notes) if original is None else {}
     with one_process(), new_folder(target, [*files, *map(Path, made)]) as folder:
-        stored, model = StoredTensors(path), _model(path, common)
+        stored, (model, attention) = StoredTensors(path), _settings(path, common)
         vocab_size = _vocabulary(path, common.get("vocab_size"), original)
-        attention = _attention(path, common)
         family = described.family if described else architectures.family_of(model, attention)
         names = {name for header in _original_headers(original_files).values() for name in header.entries}
         if not family.predicts_ahead and model.mtp_num_layers:
@@ -301,22 +300,16 @@ def _made_files(common: dict[str, Any], files: list[Path], notes: list[str]) -> 
     return made
 
 
-def _model(path: Checked, common: dict[str, Any]) -> ModelConfig:
-    """The model settings in our checkpoint, or in Megatron-LM's."""
+def _settings(path: Checked, common: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any]]:
+    """The settings of model and attention in our checkpoint, or in Megatron-LM's."""
     if "model" in common.get("config", {}):
-        return llama_settings.saved_settings(common["config"]["model"])
+        return llama_settings.saved_settings(common["config"]["model"]), common["config"].get("attention", {})
     if "args" in common:
-        return model_of(namespace(common["args"], path), path)
+        args = namespace(common["args"], path)
+        return model_of(args, path), attention_of(args, path)
     raise Refusal(
         f"checkpoint {path} was written neither by this program nor by Megatron-LM: it holds no settings of its model"
     )
-
-
-def _attention(path: Checked, common: dict[str, Any]) -> dict[str, Any]:
-    """The settings of attention in our checkpoint, or in Megatron-LM's."""
-    if "config" in common:
-        return common["config"].get("attention") or {}
-    return attention_of(namespace(common["args"], path), path)
 
 
 def _vocabulary(path: Checked, trained: int | None, original: dict[str, Any] | None) -> int:

@@ -40,9 +40,12 @@ SHARD_BYTES = 5_000_000_000
 LONGEST = 100_000_000  # limit of a header in bytes, as in the library
 DIMENSIONS = 64  # limit for a tensor
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-         "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}  # fmt: skip
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+BYTES = {name: dtype.itemsize for dtype, name in NAMES.items()} | {"F8_E8M0": 1}
 
 
 @dataclass(frozen=True)

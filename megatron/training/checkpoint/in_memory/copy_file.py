@@ -7,11 +7,9 @@ checksum is written into the header at the end.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
-import struct
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from megatron.training.checkpoint.hugging_face.safetensors_folder import NAMES, make_header, writing
 
 # With O_PATH (Linux), parent folders may be searchable without being readable.
 FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
@@ -125,30 +125,18 @@ def _check(number: int, path: Path, trusted: set[int]) -> None:
         raise NotPrivate(f"other users can replace what is in {path} (mode {status.st_mode & 0o777:o})")
 
 
-CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-ABOUT, FIELD, NO_SUM = "__metadata__", b'"crc32":"', b"00000000"
+FIELD, NO_SUM = b'"crc32":"', b"00000000"
 BLOCK = 1 << 22  # bytes
 
 
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]], about: Mapping[str, str]) -> None:
     """Write tensors of any device and the metadata ``about``; call :func:`seal` afterwards. Raises OSError."""
     ordered = sorted(tensors, key=lambda pair: -pair[1].element_size())  # so that each is aligned for its dtype
-    header: dict[str, object] = {ABOUT: {**about, "crc32": NO_SUM.decode()}}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb", buffering=BLOCK) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, tensor in ordered:
-            if tensor.numel():
-                file.write(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy())
+    shapes = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered}
+    header = make_header(shapes, {**about, "crc32": NO_SUM.decode()})
+    with writing(path.parent, {path.name: header}) as put:
+        for name, tensor in ordered:
+            put(name, tensor.detach().cpu())
 
 
 def seal(path: Path) -> int:

@@ -317,10 +317,8 @@ class Source:
     @staticmethod
     def _stacked(key: str) -> list[str]:
         """Names under which a weight, or one of its states, may be stored with all layers in one tensor."""
-        start, weight = "", key
-        if key.startswith(STATE):
-            state, _, weight = key.removeprefix(STATE).partition(".")
-            start = f"{STATE}{state}."
+        state, weight = Source._split(key)
+        start = f"{STATE}{state}." if state else ""
         weights = [weight] + [weight.replace(new, old) for new, old in OLDER_NORMS.items() if new in weight]
         return [f"{start}{prefix}{name}" for prefix in PREFIXES for name in weights]
 
