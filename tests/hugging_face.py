@@ -150,6 +150,13 @@ def on_one_process(model: PreTrainedModel, batch: dict[str, Tensor]) -> Outcome:
     return Outcome(logits.detach(), loss.detach(), take_grads(model))
 
 
+def loss_of(model: torch.nn.Module, tokens: Tensor, labels: Tensor, mask: Tensor | None = None) -> float:
+    """The mean loss of tokens and the labels of their places, of all or of those in the mask."""
+    with torch.no_grad():
+        each = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return float(each.mean() if mask is None else (each * mask.flatten()).sum() / mask.sum())
+
+
 def take_grads(model: torch.nn.Module) -> dict[str, Tensor]:
     result = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     model.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ import os
 import shlex
 from functools import cache
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from megatron.training.families import architectures
 from tests.distributed.flags import P2, R2, SP, U2, ZERO1, ZERO3, fpdt
 from tests.distributed.training_runs import make_job, train_job
 from tests.families import FAMILIES, outcome
-from tests.hugging_face import save_model
+from tests.hugging_face import loss_of, save_model
 from tests.pairs import full_but
 from tests.program import run_forked, run_ranks
 from tools import convert_hf
@@ -94,12 +95,7 @@ def transformers_loss(pool, folders, shared):
     def computed(kind: str) -> float:
         read = pool.run(first_loss, 1, flags_of(kind, folders(kind)), kind not in GPTS)[0][2]
         model = AutoModelForCausalLM.from_pretrained(folders(kind), attn_implementation="eager")
-        with torch.no_grad():
-            losses = [
-                torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
-                for tokens, labels in read
-            ]
-        return float(torch.stack(losses).mean())
+        return mean(loss_of(model, *batch) for batch in read)
 
     return lambda kind: shared(("hugging face's loss", kind), lambda: computed(kind))
 

@@ -189,12 +189,10 @@ def loss_in_transformers(folder: Path, batch: dict[str, torch.Tensor]) -> float:
     """The loss of the model in a Hugging Face folder on a micro-batch."""
     from transformers import AutoModelForCausalLM
 
+    from tests.hugging_face import loss_of
+
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        logits = model(batch["tokens"]).logits
-    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    mask = batch["loss_mask"].flatten()
-    return float((each * mask).sum() / mask.sum())
+    return loss_of(model, batch["tokens"], batch["labels"], batch["loss_mask"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """On any grid, a run that resumes here from Megatron-LM's checkpoint, or there from ours, has the writer's losses."""
 
+import shutil
 import tarfile
 from pathlib import Path
 from unittest.mock import patch
@@ -280,11 +281,7 @@ def message(flags, folder, **changes):
 
 
 def test_what_does_not_fit_is_refused_by_name(pool, written, tmp_path):
-    import shutil
-
-    source, _ = written("alone, fully_reshardable")
-    folder = str(tmp_path / "copy")
-    shutil.copytree(source, folder)
+    folder = str(shutil.copytree(written("alone, fully_reshardable")[0], tmp_path / "copy"))
 
     def refused(flags="", **changes):
         return pool.run(message, 1, f"{FLAGS} --zero-stage 0 {flags}", folder, **changes)[0]
@@ -336,11 +333,7 @@ def without(folder, key):
 
 
 def test_all_ranks_refuse_what_one_stage_lacks(pool, written, tmp_path):
-    import shutil
-
-    source, _ = written("alone, fully_reshardable")
-    folder = str(tmp_path / "copy")
-    shutil.copytree(source, folder)
+    folder = str(shutil.copytree(written("alone, fully_reshardable")[0], tmp_path / "copy"))
     without(folder, "decoder.final_layernorm.weight")
     for text in pool.run(message, 2, f"{FLAGS} {P2}", folder):
         assert "has no decoder.final_layernorm.weight" in text

@@ -317,8 +317,7 @@ def gradients(result: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("module, mistake, model, grid, name", MISTAKES)
 def test_a_mistake_in_a_kind_of_layer_is_noticed(pool, reference, module, mistake, model, grid, name):
-    work = getattr(module, "run", None) or module.tune
-    right = reference(work, model)
+    right = reference(module.run, model)
     world = 1 if grid in ("", FPDT) else 2
-    wrong = pool.run(work, world, f"{model} {grid}", mistake=mistake, timeout=120)[0]
+    wrong = pool.run(module.run, world, f"{model} {grid}", mistake=mistake, timeout=120)[0]
     assert wrong_by(gradients(wrong), gradients(right), name) > 1e-3

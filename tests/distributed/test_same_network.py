@@ -19,7 +19,7 @@ from tests.distributed import test_architectures
 from tests.distributed.flags import RUN, SP
 from tests.distributed.test_architectures import SIZES
 from tests.distributed.training_runs import data_of, save_job, train_job
-from tests.hugging_face import save_model
+from tests.hugging_face import loss_of, save_model
 from tests.pairs import full_but
 from tools.convert_hf import main as convert
 
@@ -76,9 +76,7 @@ def first_losses(doors: dict[str, str], keep: str) -> tuple[dict[str, float], li
 
 def of_transformers(folder: Path, tokens: torch.Tensor, labels: torch.Tensor, **changes: Any) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **changes)
-    with torch.no_grad():
-        logits = model(tokens).logits
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    return loss_of(model, tokens, labels)
 
 
 @pytest.mark.parametrize("kind", CASES)

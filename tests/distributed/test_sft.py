@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.chats import CHATML, make_tokenizer, write_chats
 from tests.distributed.flags import A2A, FULL, GQA, LLAMA, P2, R2, SP, T2, U2, ep, fpdt
-from tests.distributed.test_architectures import DEEPSEEK
 from tests.distributed.test_hugging_face_load import COMMON, LLAMA_SIZES
 from tests.distributed.training_runs import (
     data_of,
@@ -28,7 +27,7 @@ from tests.distributed.training_runs import (
     train_and_save,
     train_job,
 )
-from tests.hugging_face import save_model
+from tests.hugging_face import loss_of, save_model
 from tests.pairs import also_in_full
 
 SIZES = {
@@ -448,10 +447,7 @@ def test_merged_weights_compute_the_same(pool, tuned, tmp_path, capsys):
     assert "its adapters of rank 4 are merged into the weights" in capsys.readouterr().out
     model = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
     assert model.config.num_hidden_layers == LLAMA_SIZES["num_hidden_layers"]
-    with torch.no_grad():
-        logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert float(loss) == pytest.approx(mean, rel=1e-6)
+    assert loss_of(model, tokens, labels) == pytest.approx(mean, rel=1e-6)
 
     assert main(["--from", str(folder / "tuned"), "--to-peft", str(tmp_path / "peft"), "--base", "some/base"]) == 0
     described = check_peft(tmp_path / "peft", model, LlamaForCausalLM.from_pretrained(folder / "hf"))
@@ -480,30 +476,6 @@ def check_peft(folder, merged, base, prefix=("", "")):
             stems.discard(stem)
     assert not stems
     return described
-
-
-@pytest.mark.full
-def test_adapters_of_a_deepseek(pool, tmp_path):
-    """Adapters of latent attention, trained on TP 2 x Ring 2: the loss of the merged model, and PEFT's file."""
-    from tools.convert_hf import main
-
-    save_model(tmp_path / "hf", "deepseek_v3", DEEPSEEK | {"num_hidden_layers": 4})
-    flags = f"--model hf:{tmp_path / 'hf'} {LORA} --lora-targets linear_qkv linear_proj --lr 1e-2 {COMMON}"
-    grid = f"{SP} {R2} {SENT}"
-    assert main(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "base")]) == 0
-    first = f"{flags} {tmp_path / 'base'} --finetune {grid}"
-    _, losses = pool.run(train_and_save, 4, first, str(tmp_path / "tuned"), 2, 1, timeout=120)[0]
-    one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {tmp_path / 'tuned'}", 1, timeout=120)[0]
-    assert one == pytest.approx(losses, rel=1e-5)
-    assert main(["--from", str(tmp_path / "tuned"), "--to-hf", str(tmp_path / "merged")]) == 0
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    with torch.no_grad():
-        logits = model(tokens).logits
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    assert float(loss) == pytest.approx(mean, rel=1e-5)
-    assert main(["--from", str(tmp_path / "tuned"), "--to-peft", str(tmp_path / "peft"), "--base", "some/base"]) == 0
-    described = check_peft(tmp_path / "peft", model, AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
-    assert described["target_modules"] == ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]
 
 
 @pytest.mark.parametrize(

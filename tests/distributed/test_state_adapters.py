@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from megatron.context_parallel import initialize_grid
@@ -21,10 +21,10 @@ from tests.distributed.flags import P2, SELECTIVE, SP, T2, cp
 from tests.distributed.test_gated_delta_net import DOCUMENTS, FPDT, HYBRID
 from tests.distributed.test_hugging_face import over_ranks
 from tests.distributed.test_hugging_face_load import COMMON
-from tests.distributed.test_sft import LORA, check_peft, frozen, go_on
-from tests.distributed.training_runs import compare_gradients, make_job, train_and_save, train_job
+from tests.distributed.test_sft import LORA, SENT, check_peft, frozen, go_on
+from tests.distributed.training_runs import compare_runs, make_job, train_and_save, train_job
 from tests.errors import worst
-from tests.hugging_face import LENGTH, errors, on_one_process, save_model, whole_batch
+from tests.hugging_face import LENGTH, errors, loss_of, on_one_process, save_model, whole_batch
 from tests.pairs import also_in_full
 from tools.convert_hf import main as convert
 
@@ -46,8 +46,8 @@ CASES = [
 ]  # fmt: skip
 
 
-def tune(flags: str, mistake: Callable[[Any], Callable[[], None]] | None = None) -> tuple[list[float], dict]:
-    """Losses of three steps and first gradients, with states that last, and adapters whose B is not zero."""
+def run(flags: str, mistake: Callable[[Any], Callable[[], None]] | None = None) -> tuple[list, list, dict]:
+    """Losses and norms of three steps and first gradients, with states that last, and adapters whose B is not zero."""
     from megatron.context_parallel.core.mixers import state_mixer
     from megatron.training.model import weights
 
@@ -59,12 +59,12 @@ def tune(flags: str, mistake: Callable[[Any], Callable[[], None]] | None = None)
         try:
             job = make_job(f"{flags} --lr 1e-2")
             before = frozen(job)
-            losses, _, grads = train_job(job, 3)
+            result = train_job(job, 3)
         finally:
             if undo is not None:
                 undo()
     assert frozen(job) == before, "the base has changed"
-    return losses, grads
+    return result
 
 
 def names_of(grads: dict[str, torch.Tensor]) -> set[str]:
@@ -74,11 +74,7 @@ def names_of(grads: dict[str, torch.Tensor]) -> set[str]:
 @pytest.mark.parametrize("world, model, grid", CASES)
 @pytest.mark.usual(1, 3, 5)
 def test_adapters_do_not_depend_on_the_grid(pool, reference, world, model, grid):
-    losses, grads = reference(tune, model)
-    results = pool.run(tune, world, f"{model} {grid}", timeout=180)
-    for mine, _ in results:
-        assert mine == pytest.approx(losses, rel=1e-5)
-    compare_gradients([mine for _, mine in results], grads, 1e-5)
+    compare_runs(pool.run(run, world, f"{model} {grid}", timeout=180), reference(run, model))
 
 
 ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
@@ -89,7 +85,7 @@ ALL = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
     [(DELTA, ALL | {"in_proj", "out_proj"}), (MAMBA, ALL | {"in_proj"}), (ALONE, {"in_proj"})],
 )
 def test_every_linear_layer_that_peft_adapts_has_an_adapter(reference, model, expected):
-    _, grads = reference(tune, model)
+    *_, grads = reference(run, model)
     assert names_of(grads) == expected
     assert all(name.endswith(("lora_a", "lora_b")) and grad.any() for name, grad in grads.items())
 
@@ -124,16 +120,19 @@ KINDS = {
     ),
     "nemotron_h": (NEMOTRON, ""),
     "mamba2": (architectures.KINDS["mamba2"] | {"num_hidden_layers": 4}, ""),
+    "deepseek_v3": (architectures.DEEPSEEK | {"num_hidden_layers": 4}, "--lora-targets linear_qkv linear_proj"),
 }
-GRIDS = {"qwen3_next": (4, f"{SP} {cp(1, 2)}"), "nemotron_h": (2, SP), "mamba2": (2, f"{cp(1, 2)} --zero-stage 1")}
+GRIDS = {"qwen3_next": (4, f"{SP} {cp(1, 2)}"), "nemotron_h": (2, SP), "mamba2": (2, f"{cp(1, 2)} --zero-stage 1"),
+         "deepseek_v3": (4, f"{SP} {cp(1, 2)} {SENT}")}  # fmt: skip
 MODULES = {
     "qwen3_next": {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"},
     "nemotron_h": {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "up_proj", "down_proj"},
     "mamba2": {"in_proj"},
+    "deepseek_v3": {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"},
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", *also_in_full("mamba2")])
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", *also_in_full("mamba2", "deepseek_v3")])
 @pytest.mark.usual(1)
 def test_merged_weights_and_peft_compute_the_same(pool, tmp_path, kind):
     """The loss here, of the merged model in transformers, and of the base with the adapters that PEFT loads."""
@@ -148,12 +147,7 @@ def test_merged_weights_and_peft_compute_the_same(pool, tmp_path, kind):
     _, losses = pool.run(train_and_save, world, first, tuned, 2, 1, timeout=120)[0]
     one, mean, tokens, labels = pool.run(go_on, 1, f"{flags} {tuned}", 1, timeout=120)[0]
     assert one == pytest.approx(losses, rel=1e-5)
-
-    def loss(model: torch.nn.Module) -> float:
-        with torch.no_grad():
-            logits = model(tokens).logits
-        return float(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
-
+    loss = partial(loss_of, tokens=tokens, labels=labels)
     assert convert(["--from", tuned, "--to-hf", str(merged)]) == 0
     assert convert(["--from", tuned, "--to-peft", str(adapter), "--base", "some/base"]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(base)

@@ -161,6 +161,12 @@ def two(pool, shared, tmp_path_factory):
     return Path(shared("saved twice", make))
 
 
+@pytest.fixture
+def folder(two, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(two, tmp_path / "c"))
+
+
 def refused(flags):
     return refusal_of(f"{SMALL} {flags}")
 
@@ -171,8 +177,7 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-def test_a_damaged_file_is_named_and_an_older_checkpoint_is_used_only_on_request(pool, two, tmp_path):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_a_damaged_file_is_named_and_an_older_checkpoint_is_used_only_on_request(pool, folder):
     newest = folder / "iter_0000002"
     flip(newest / "__0_0.distcp", -200)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -190,8 +195,7 @@ def test_a_damaged_file_is_named_and_an_older_checkpoint_is_used_only_on_request
     assert "there is no older complete one" in message and "\n" not in message
 
 
-def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool, two, tmp_path):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool, two, folder):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     for flags in ("", f"--load {folder} --finetune", f"--load {two}/none", f"--load {folder} --reset-iteration"):
         (message,) = pool.run(refused, 1, f"--save {folder} {flags}")
@@ -205,8 +209,7 @@ def test_a_run_saves_neither_over_another_one_nor_over_its_own_later_state(pool,
 
 
 @pytest.mark.parametrize("name", [b"", b"\xff\xfe2", b"1\n2", "\u00b2".encode()])
-def test_a_tracker_that_names_nothing(pool, two, tmp_path, name):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_a_tracker_that_names_nothing(pool, folder, name):
     (folder / "latest_checkpointed_iteration.txt").write_bytes(name)
     (message,) = pool.run(refused, 1, f"--load {folder}")
     assert str(folder) in message and "--ckpt-step" in message and "\n" not in message
@@ -229,8 +232,7 @@ def without_list(path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff{}"])
-def test_a_broken_description_of_a_checkpoint_without_sums(pool, two, tmp_path, content):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_a_broken_description_of_a_checkpoint_without_sums(pool, folder, content):
     newest = folder / "iter_0000002"
     without_list(newest)
     assert damage(newest) is None
@@ -302,9 +304,8 @@ HARM = [delete_the_list, empty_the_list, shorten_an_older_list, rename_an_older_
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, two, tmp_path, harm):
+def test_a_checkpoint_is_refused_whose_list_is_not_its_own(pool, folder, harm):
     """A flipped bit is never loaded, whatever happened to the list."""
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
     expected = harm(folder)
     (message,) = pool.run(refused, 1, f"--load {folder}")
     assert expected in message and "\n" not in message
@@ -332,8 +333,7 @@ def test_the_list_names_run_iteration_and_folder(pool, two):
     assert listed.run == unpickle.read(two / "iter_0000002" / "common.pt")["progress"].get("run", "")
 
 
-def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, two, tmp_path):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, folder):
     path = folder / "iter_0000002"
     metadata = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(metadata.replace(b"__0_0.distcp", b"__0_1.distcp"))
@@ -343,8 +343,7 @@ def test_a_file_that_the_metadata_names_and_the_list_does_not_is_not_read(pool, 
     assert f"{path}/__0_1.distcp: it is not in checksums.json" in message and "\n" not in message
 
 
-def test_settings_are_taken_from_files_that_were_compared(two, tmp_path):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_settings_are_taken_from_files_that_were_compared(folder):
     flip(folder / "iter_0000002" / "__0_0.distcp", -200)  # not noticed, because only common.pt is read
     assert shape_of(folder)["num_layers"] == 1
     flip(folder / "iter_0000002" / "common.pt", 300)
@@ -378,8 +377,7 @@ def test_a_run_does_not_roll_back_to_a_damaged_checkpoint(pool, tmp_path):
     assert iteration == 1 and line.startswith("WARNING") and "iter_0000002 is damaged" in line
 
 
-def test_a_foreign_checkpoint_without_sums_has_its_sizes_compared_and_a_note(pool, two, tmp_path):
-    folder = Path(shutil.copytree(two, tmp_path / "c"))
+def test_a_foreign_checkpoint_without_sums_has_its_sizes_compared_and_a_note(pool, folder):
     newest = folder / "iter_0000002"
     without_list(newest)
     iteration, _, notes = pool.run(going_on, 1, f"--load {folder}")[0]

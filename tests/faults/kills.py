@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,15 +83,17 @@ def run_and_kill(
 
 
 def losses(folder: Path) -> dict[int, tuple[float, float]]:
-    """Loss and norm by step, from complete lines of ``folder/log.jsonl``: a kill may truncate the last one."""
-    result = {}
+    """Loss and norm by step."""
+    return {row["iteration"]: (row["lm_loss"], row["grad_norm"]) for row in logged(folder)}
+
+
+def logged(folder: Path) -> list[dict]:
+    """Complete rows of ``folder/log.jsonl``: a kill may truncate the last one."""
+    rows = []
     for line in text(folder / "log.jsonl").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        result[row["iteration"]] = (row["lm_loss"], row["grad_norm"])
-    return result
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def text(file: Path) -> str:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real torchrun with two agents: one is killed, the job continues with the other, and grows when a new one joins."""
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ import psutil
 import pytest
 
 from tests.distributed.test_program import PROGRAM, ROOT
+from tests.faults.kills import logged
 from tests.faults.test_kills import FLAGS
 from tests.patience import patience
 from tests.program import run_forked
@@ -65,17 +65,6 @@ def until(condition: Callable[[], bool], seconds: float, agents: list[Agent]) ->
         assert not late, "\n".join(agent.log.read_text()[-6000:] for agent in agents)
         time.sleep(0.2)
     return time.monotonic() - begin
-
-
-def logged(folder: Path) -> list[dict]:
-    """Complete rows of the log: a kill may truncate the last one."""
-    file, result = folder / "log.jsonl", []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            result.append(json.loads(line))
-        except ValueError:
-            continue
-    return result
 
 
 def starts(agent: Agent) -> list[int]:

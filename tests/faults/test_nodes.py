@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rehearsal of several nodes: the real program under torchrun in network namespaces, on links of limited rate."""
 
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_program import PROGRAM
+from tests.faults.kills import logged
 from tests.faults.network import SUBNET, Network, processes_in, why_not
 from tests.patience import patience
 from tests.program import run_forked
@@ -35,12 +35,6 @@ TIMEOUT = 60  # seconds, as FOREVER says
 
 def command(flags: str, folder: Path) -> list[str]:
     return [str(PROGRAM), *f"{FLAGS} --log-jsonl {folder}/log.jsonl {flags}".split()]
-
-
-def rows(folder: Path) -> list[dict]:
-    """Complete rows of the log; the last one may be incomplete."""
-    file = folder / "log.jsonl"
-    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
 def output(folder: Path) -> str:
@@ -72,7 +66,7 @@ def alone(tmp_path_factory) -> Callable[[int], list[float]]:
     folder = tmp_path_factory.mktemp("alone")
     done = run_forked(PROGRAM, command("--train-iters 20", folder)[1:], os.environ)
     assert done.returncode == 0, done.stderr
-    return lambda steps: [row["lm_loss"] for row in rows(folder)[:steps]]
+    return lambda steps: [row["lm_loss"] for row in logged(folder)[:steps]]
 
 
 @pytest.fixture
@@ -98,7 +92,7 @@ GRIDS = [
 def test_losses_are_those_of_one_process(network, per_node, flags, alone, tmp_path):
     launchers = network.torchrun(per_node, command(f"{flags} --train-iters 4", tmp_path), tmp_path)
     assert set(finish(launchers, 100, tmp_path)) == {0}, output(tmp_path)
-    losses, expected = [row["lm_loss"] for row in rows(tmp_path)], alone(4)
+    losses, expected = [row["lm_loss"] for row in logged(tmp_path)], alone(4)
     worst = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
     assert worst < 1e-6
     print(f"\n{network.nodes} x {per_node}, {network.mbit} Mbit/s, {flags}: losses within {worst:.1e} of one process")
@@ -112,7 +106,7 @@ def test_packets_that_are_lost(network, share, alone, tmp_path):
         network.lose(node, share)
     launchers = network.torchrun(1, command("--ring-parallel-size 2 --train-iters 10", tmp_path), tmp_path)
     assert finish(launchers, 200, tmp_path) == [0, 0], output(tmp_path)
-    result = rows(tmp_path)
+    result = logged(tmp_path)
     assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(result, alone(10), strict=True)) < 1e-6
     took = sorted(row["iteration_ms"] for row in result[2:])
     print(f"\n{100 * share:g} % of packets lost: a step {took[0]:.0f} to {took[-1]:.0f} ms, losses as before")
@@ -124,7 +118,7 @@ def test_packets_that_take_long(network, alone, tmp_path):
     """20 ms each way, as between two cities."""
     launchers = network.torchrun(1, command("--ring-parallel-size 2 --train-iters 10", tmp_path), tmp_path)
     assert finish(launchers, 200, tmp_path) == [0, 0], output(tmp_path)
-    result = rows(tmp_path)
+    result = logged(tmp_path)
     assert max(abs(row["lm_loss"] / b - 1) for row, b in zip(result, alone(10), strict=True)) < 1e-6
     took = sorted(row["iteration_ms"] for row in result[2:])
     assert took[0] > 200  # a step waits for more than ten messages
@@ -170,16 +164,16 @@ def test_a_ring_of_two_sends_in_both_directions_at_once(network, tmp_path):
 @pytest.mark.parametrize("network", [(2, 50)], indirect=True)
 def test_a_link_that_is_down_for_ten_seconds(network, alone, tmp_path):
     launchers = network.torchrun(1, command(f"--ring-parallel-size 2 {FOREVER}", tmp_path), tmp_path)
-    until(lambda: len(rows(tmp_path)) > 5, 60, tmp_path, launchers)
+    until(lambda: len(logged(tmp_path)) > 5, 60, tmp_path, launchers)
     network.plug(1, False)
     time.sleep(1)
-    before = len(rows(tmp_path))
+    before = len(logged(tmp_path))
     time.sleep(9)
-    assert len(rows(tmp_path)) == before, "the link was not down"
+    assert len(logged(tmp_path)) == before, "the link was not down"
     network.plug(1, True)
-    took = until(lambda: len(rows(tmp_path)) > before + 10, 40, tmp_path, launchers)
+    took = until(lambda: len(logged(tmp_path)) > before + 10, 40, tmp_path, launchers)
     expected = alone(20)
-    losses = [row["lm_loss"] for row in rows(tmp_path)[: len(expected)]]
+    losses = [row["lm_loss"] for row in logged(tmp_path)[: len(expected)]]
     assert max(abs(a / b - 1) for a, b in zip(losses, expected)) < 1e-6
     print(f"\nlink down for 10 s: ten more steps {took:.0f} s after it came back, losses as before")
 
@@ -187,7 +181,7 @@ def test_a_link_that_is_down_for_ten_seconds(network, alone, tmp_path):
 @pytest.mark.parametrize("network", [(2, None)], indirect=True)
 def test_a_link_that_is_down_for_good(network, tmp_path):
     launchers = network.torchrun(2, command(f"--ring-parallel-size 4 {FOREVER}", tmp_path), tmp_path)
-    until(lambda: len(rows(tmp_path)) > 5, 60, tmp_path, launchers)
+    until(lambda: len(logged(tmp_path)) > 5, 60, tmp_path, launchers)
     network.plug(1, False)
     begin = time.monotonic()
     assert all(finish(launchers, TIMEOUT + 60, tmp_path))
@@ -207,7 +201,7 @@ def test_a_link_that_becomes_ten_times_slower_is_named(network, tmp_path):
     flags = f"--log-straggler {FOREVER} --seq-length 1536"
     flags += f" --max-position-embeddings 1536 --ring-parallel-size {network.nodes}"
     launchers = network.torchrun(1, command(flags, tmp_path), tmp_path)
-    until(lambda: len(rows(tmp_path)) > 12, 100, tmp_path, launchers)
+    until(lambda: len(logged(tmp_path)) > 12, 100, tmp_path, launchers)
     network.limit(20, 1)
     named = re.compile(r"the link from rank (\d) on node(\d) to rank (\d) on node(\d) takes (\S+) ms for 256 KiB")
     took = until(lambda: named.search(output(tmp_path)), 100, tmp_path, launchers)
@@ -254,8 +248,8 @@ def test_a_node_that_loses_its_disk(network, node, how, tmp_path):
     assert {name for name in changed if not name.startswith(".owner")} <= {"latest_checkpointed_iteration.txt"}
     message = failed()
     assert all(f"mounted (rank {node}: " in line for line in message), message
-    steps, count = len(rows(tmp_path)), len(saved())
-    until(lambda: len(rows(tmp_path)) > steps + 2, 60, tmp_path, launchers)
+    steps, count = len(logged(tmp_path)), len(saved())
+    until(lambda: len(logged(tmp_path)) > steps + 2, 60, tmp_path, launchers)
     in_mounts_of(launchers[node], *map(str, restore))
     until(lambda: len(saved()) > count, 60, tmp_path, launchers)
     assert "Traceback" not in output(tmp_path)
@@ -278,7 +272,7 @@ def agent(network: Network, node: int, folder: Path) -> subprocess.Popen:
 def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
     """An elastic job continues with the other node and grows again; its losses equal those of one process."""
     starts = lambda: [int(n) for n in re.findall(r"elastic: (\d) process", (tmp_path / "node0.log").read_text())]  # noqa: E731
-    last = lambda: max((row["iteration"] for row in rows(tmp_path)), default=0)  # noqa: E731
+    last = lambda: max((row["iteration"] for row in logged(tmp_path)), default=0)  # noqa: E731
     launchers = [agent(network, node, tmp_path) for node in range(2)]
     until(lambda: starts()[-1:] == [2] and last() >= 4, 120, tmp_path, launchers)
 
@@ -294,7 +288,7 @@ def test_a_node_that_dies_and_comes_back(network, alone, tmp_path):
     grown = until(lambda: starts()[-1] == 2, 120, tmp_path, launchers)
     before = last()
     until(lambda: last() >= before + 4, 120, tmp_path, launchers)
-    result = {row["iteration"]: row["lm_loss"] for row in rows(tmp_path)}
+    result = {row["iteration"]: row["lm_loss"] for row in logged(tmp_path)}
     expected = alone(20)
     worst = max(abs(result[number] / loss - 1) for number, loss in enumerate(expected, 1) if number in result)
     assert sorted(result) == list(range(1, max(result) + 1)) and worst < 1e-5

@@ -253,7 +253,7 @@ def walk(
             if not len(chosen):
                 yield Rows((start, stop), part.new_empty((0, hidden.size(-1))), [], chosen, count)
                 continue
-        tokens = (gather(part, rule.tensor) if ranks > 1 else part).reshape(-1, hidden.size(-1))
+        tokens = (gathered(part, rule.tensor.group) if ranks > 1 else part).reshape(-1, hidden.size(-1))
         if chosen is not None and len(chosen) < count:
             tokens, own = tokens[chosen], [None if x is None else x[chosen] for x in own]
         else:
@@ -473,11 +473,6 @@ def logits_of_targets(logits_TV: Tensor, targets: Tensor, rule: OutputRule) -> t
 def all_reduce(x: Tensor, tensor: Axis, op: dist.ReduceOp) -> None:
     if tensor.size > 1:
         dist.all_reduce(x, op=op, group=tensor.group)
-
-
-def gather(part: Tensor, tensor: Axis) -> Tensor:
-    """All-gather of [n, b, h] over TP along the first dimension."""
-    return gathered(part, tensor.group)
 
 
 def _sum_over_tensor(grad: Tensor, tensor: Axis, scatter: bool) -> Tensor:

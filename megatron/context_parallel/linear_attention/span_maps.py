@@ -71,13 +71,9 @@ def identity(rule: LinearRule, inputs: Inputs) -> Tensor:
 
 
 @without_autocast
-def span_map(rule: LinearRule, inputs: Inputs, rows: Span, before: Tensor | None = None) -> Tensor:
-    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other.
-
-    Args:
-        before: the map of the tokens before the span, if the result is to include them.
-    """
-    result = identity(rule, inputs) if before is None else before
+def span_map(rule: LinearRule, inputs: Inputs, rows: Span) -> Tensor:
+    """The map [b, heads, K, columns of M + V] of a span, fp32 (fp64): M and N next to each other."""
+    result = identity(rule, inputs)
     for part in segments(inputs, rows):
         ready = _widened(prepared(rule, inputs, part), result)
         result = as_heads(state_after(ready, as_columns(result, ready)), ready)
