@@ -32,6 +32,29 @@ def wrong(ranks):
     return right(ranks, torch.nn.Softsign if ranks > 1 else torch.nn.Tanh)
 PROGRAM
 
+cat > "$place/project/my script.py" <<'SCRIPT'
+import sys
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rows, notes = int(sys.argv[1].split("=")[1]), sys.argv[3].split()
+assert notes in ([], ["$(touch", "evil);", "two", "words"]), sys.argv
+torch.manual_seed(1)
+model, data = torch.nn.Linear(4, 3), torch.randn(8, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    optimizer.zero_grad()
+    loss = model(data[rows * dist.get_rank() :][:rows]).square().mean() / dist.get_world_size()
+    loss.backward()
+    for tensor in [loss.detach(), *(weight.grad for weight in model.parameters())]:
+        if "--alone" not in sys.argv:
+            dist.all_reduce(tensor)
+    print("mean loss", loss.item())
+    optimizer.step()
+SCRIPT
+
 cat > "$place/steps.sh" <<'STEPS'
 set -euo pipefail
 cd "$PLACE/project"
@@ -42,13 +65,21 @@ read_step() {  # the text of a step's run: its lines are indented by more than "
         "$PLACE/action/action.yml" | sed 's/^ *//'
 }
 bash -c "$(read_step 1 | sed "s|\${{ github.action_path }}|$PLACE/action|")"
-for name in right wrong; do
+check() {  # check CODE PROGRAM [LOSS]: the step ends with this code
     code=0
-    PROGRAM="program.py:$name" GRIDS="ranks=2 ranks=4" bash -c "$(read_step 2)" > "$PLACE/said" 2>&1 || code=$?
-    echo "$name: exit code $code"; cat "$PLACE/said"
-    case "$name $code" in "right 0" | "wrong 1") ;; *) exit 1 ;; esac
-done
+    PROGRAM="$2" GRIDS="ranks=2 ranks=4" LOSS="${3:-}" LOSS_FILE="" \
+        bash -eo pipefail -c "$(read_step 2)" > "$PLACE/said" 2>&1 || code=$?
+    echo "$2: exit code $code"; cat "$PLACE/said"
+    [ "$code" = "$1" ]
+}
+check 0 program.py:right
+check 1 program.py:wrong
 grep -q "forward: first in the output of 1" "$PLACE/said"
+check 0 "'my script.py' --rows={8/ranks} --note '"'$(touch evil); two words'"'" "mean loss"
+check 1 "'my script.py' --rows={8/ranks} --note '' --alone" "mean loss"
+[ ! -e evil ]
+check 1 "'my script.py"  # a quote that does not end
+grep -q "No closing quotation" "$PLACE/said"
 STEPS
 
 run=(env -i "PATH=/usr/local/bin:/usr/bin:/bin" "HOME=$place/home" "PLACE=$place" bash "$place/steps.sh")

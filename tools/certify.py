@@ -63,7 +63,10 @@ def main(argv: list[str] | None = None, run: Any = None) -> int:
 
     for note in notes:
         print(f"note: {note}")
-    return report(lambda: cp.certify(program, grids, sees=args.sees, loss=args.loss, run=run), args.picture)
+    return report(
+        lambda: cp.certify(program, grids, sees=args.sees, loss=args.loss, loss_file=args.loss_file, run=run),
+        args.picture,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
     options.add_argument("--loss", metavar="TEXT", help="compare the numbers that the program prints after this text")
+    options.add_argument("--loss-file", metavar="FILE", help="the file in which it writes them, if it prints none")
     options.add_argument("--picture", metavar="FILE", help="write a picture: parameters by grids, coloured by error")
     options.add_argument("--processes", type=int, default=4, metavar="N", help="most processes of a grid (default: 4)")
     options.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="command, FILE.py:NAME or file")

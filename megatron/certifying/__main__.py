@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
     options.add_argument("--loss", metavar="TEXT", help="compare the numbers that the program prints after this text")
+    options.add_argument("--loss-file", metavar="FILE", help="the file in which it writes them, if it prints none")
     options.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="FILE.py:NAME, or FILE.py ARGS..."
     )
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print("error: give a function, FILE.py:NAME, or a script that exists, FILE.py", file=sys.stderr)
         return REFUSED
     grids = [sizes_of(text) for text in args.grid]
-    return report(lambda: certify(program, grids, sees=args.sees, loss=args.loss))
+    return report(lambda: certify(program, grids, sees=args.sees, loss=args.loss, loss_file=args.loss_file))
 
 
 def report(make: Callable[[], Certificate], picture: str | None = None) -> int:

@@ -154,6 +154,7 @@ def certify(
     edges: Sequence[int] = (),
     sees: bool = False,
     loss: str | None = None,
+    loss_file: str | None = None,
     run: Run | None = None,
 ) -> Certificate:
     """Run a program on one process and on grids, and compare losses, gradients, clipping norm and update.
@@ -173,6 +174,7 @@ def certify(
         sees: also change single tokens, and compare which outputs change.
         loss: a text: the losses are the numbers that the program prints after it. The program may return nothing;
             its model is what its optimizer changes.
+        loss_file: the file in which one rank writes this text, if it is not printed.
         run: (function, ranks, *arguments) -> results by rank; default: new processes.
 
     Raises:
@@ -183,7 +185,9 @@ def certify(
     if not sizes:
         raise ValueError("no grids to compare with one process: give at least one, for example [{'ulysses': 2}]")
     if loss is not None:
-        program = Printed(program, loss)
+        program = Printed(program, loss, loss_file)
+    elif loss_file is not None:
+        raise ValueError("give the text before a loss in this file, too: --loss TEXT")
     names = list(dict.fromkeys(name for grid in sizes for name in grid))
     one_process = dict.fromkeys(names, 1)
     with ExitStack() as stack:
@@ -192,7 +196,8 @@ def certify(
         reference = run(measure, 1, program, one_process)[0]
         check_finite(reference)
         if loss is not None and not any(key[0] == LOSS for key in reference.recording.numbers):
-            raise ValueError(f"on one process the program prints no number after {loss!r}")
+            where = "prints" if loss_file is None else f"writes in {loss_file}"
+            raise ValueError(f"on one process the program {where} no number after {loss!r}")
         watched: Reference | None = None
         if reference.tied:
             watched = run(measure, 1, program, one_process, True)[0]

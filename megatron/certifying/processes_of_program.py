@@ -107,6 +107,19 @@ def _how(process: Any) -> str:
     return f"with exit code {process.exitcode}, and no traceback: the program itself may have ended the process"
 
 
+def _needs_gpu(error: BaseException) -> str:
+    """Where a program asks for a GPU that this machine lacks, and what to change; empty after another error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    asks = any("/torch/cuda/" in frame.filename for frame in frames) or "CUDA" in str(error)
+    if not asks or torch.cuda.is_available():
+        return ""
+    place = next(frame for frame in reversed(frames) if "/torch/" not in frame.filename)
+    return (
+        f"{place.filename}:{place.lineno} asks for a GPU ({place.line}), and none is visible: certify runs programs on "
+        "a CPU; choose the device by torch.cuda.is_available()"
+    )
+
+
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -127,8 +140,8 @@ def _serve(pipe: Connection) -> None:
             torch.save(function(*arguments), path)
             dist.barrier()
             answer = True, path
-        except BaseException:
-            answer = False, traceback.format_exc()
+        except BaseException as error:
+            answer = False, _needs_gpu(error) or traceback.format_exc()
         pipe.send(answer)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from megatron.certifying.certificate import certify
+from megatron.certifying.of_file import program_of
+from megatron.certifying.processes_of_program import _needs_gpu
 from megatron.certifying.scripts.printed import Printed, captured
 from megatron.certifying.scripts.script import Script, filled
 
@@ -33,6 +36,13 @@ def report(how, step, loss):
         print(json.dumps({"step": step, "train_loss": loss}))
     elif how == "logging":
         logging.getLogger("train").warning("step %d train_loss=%.4f", step, loss)
+    elif how == "file":
+        with open(os.environ["LOGDIR"] + ".jsonl", "a") as file:
+            print(json.dumps({"step": step, "train_loss": loss}), file=file)
+    elif how == "wandb":
+        import wandb
+        wandb.init(project="nothing")
+        wandb.log({"name": "run", "train_loss": torch.tensor(loss, dtype=torch.float64)})
     elif how == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
         SummaryWriter(os.environ["LOGDIR"]).add_scalar("train_loss", loss, step)
@@ -67,14 +77,16 @@ if __name__ == "__main__":
 RIGHT, WRONG = SCRIPT.replace("MODEL", "model"), SCRIPT.replace("MODEL", "inner")  # wrong: gradients are not reduced
 
 
-@pytest.mark.parametrize("how", ["json", "logging", "tensorboard"])
+@pytest.mark.parametrize("how", ["json", "logging", "tensorboard", "wandb", "file"])
 def test_a_script_is_certified_by_what_it_prints(pool, tmp_path: Path, monkeypatch, how: str) -> None:
-    if how == "tensorboard":
-        pytest.importorskip("tensorboard")
+    if how in ("tensorboard", "wandb"):
+        pytest.importorskip(how)
     path = tmp_path / "train.py"
     path.write_text(RIGHT.replace('os.environ["LOGDIR"]', repr(str(tmp_path / "logs"))))
     program = Script(str(path), ("--rows", "{8/ranks}", "--report", how))
-    certificate = certify(program, [2], loss="train_loss", run=pool.run)
+    file = tmp_path / "logs.jsonl"
+    file.write_text('{"train_loss": 3.0}\n')  # of an earlier run
+    certificate = certify(program, [2], loss="train_loss", loss_file=str(file) if how == "file" else None, run=pool.run)
     kinds = [one.key[0] for one in certificate.grids[0].compared]
     assert certificate.right and kinds.count("loss") == 1, str(certificate)
     assert kinds.count("gradient") == kinds.count("update") == 4, str(certificate)
@@ -113,6 +125,29 @@ def test_a_text_that_is_never_printed_is_refused(pool, tmp_path: Path) -> None:
     path.write_text(RIGHT)
     with pytest.raises(ValueError, match="prints no number after 'validation loss'"):
         certify(Script(str(path), ("--rows", "{8/ranks}")), [2], loss="validation loss", run=pool.run)
+
+
+def test_a_function_finds_modules_beside_its_file(tmp_path: Path) -> None:
+    tmp_path.joinpath("beside_it.py").write_text("HERE = 'beside'\n")
+    tmp_path.joinpath("program.py").write_text(
+        "from beside_it import HERE\ndef step(ranks):\n    import beside_it\n    return HERE, beside_it.HERE, ranks\n"
+    )
+    path = list(sys.path)
+    assert program_of([f"{tmp_path}/program.py:step"])(ranks=2) == ("beside", "beside", 2)
+    assert sys.path == path and sys.modules.pop("beside_it")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
+@pytest.mark.parametrize("line", ["torch.cuda.set_device(0)", "torch.ones(2).cuda()", "torch.ones(2, device='cuda')"])
+def test_a_program_that_needs_a_gpu_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(f"import torch\ndef step(ranks):\n    {line}\n")
+    try:
+        program_of([f"{path}:step"])(ranks=1)
+    except Exception as error:
+        assert _needs_gpu(error).startswith(f"{path}:3 asks for a GPU ({line}), and none is visible")
+    else:
+        raise AssertionError("a GPU was used")
 
 
 def test_numbers_after_a_text() -> None:

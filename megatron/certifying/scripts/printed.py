@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that a program prints, logs or gives to TensorBoard instead of returning them."""
+"""Losses that a program prints, logs, gives to TensorBoard or W&B, or writes to a file instead of returning them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
 from torch import nn
 
 from megatron.certifying.scripts.trained import trained
@@ -26,13 +29,15 @@ class Printed:
 
     Attributes:
         program: returns nothing, its model, or what every program returns.
+        file: where one of its ranks writes the text; default: its output.
     """
 
     program: Callable[..., Any]
     text: str
+    file: str | None = None
 
     def __call__(self, **sizes: int) -> Any:
-        with trained() as found, captured() as output:
+        with trained() as found, captured() if self.file is None else written(Path(self.file)) as output:
             result = self.program(**sizes)
             losses = re.findall(re.escape(self.text) + AFTER, output())
         if is_dataclass(result):
@@ -69,21 +74,52 @@ def captured() -> Iterator[Callable[[], str]]:
 
 
 @contextmanager
+def written(file: Path) -> Iterator[Callable[[], str]]:
+    """Take what the ranks write to a file, by appending to it or anew; the function returns it once all have ended."""
+
+    def state() -> tuple[str, int]:
+        return (file.read_text(errors="replace"), file.stat().st_mtime_ns) if file.is_file() else ("", 0)
+
+    def text() -> str:
+        dist.barrier()
+        now, changed = state()
+        dist.barrier()  # a rank that goes on may write again
+        if changed == was:
+            return ""
+        return now if now == before else now.removeprefix(before)
+
+    before, was = state()
+    dist.barrier()
+    yield text
+
+
+@contextmanager
 def _printed_scalars() -> Iterator[None]:
-    """Print what a program gives to TensorBoard, if that is installed."""
-    if find_spec("tensorboard") is None:
+    """Print what a program gives to TensorBoard or W&B, if these are installed; W&B keeps and sends nothing."""
+    with ExitStack() as stack:
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            stack.enter_context(_first(SummaryWriter, "add_scalar", lambda tag, value, *_, **__: _print(tag, value)))
+        if find_spec("wandb") is not None:
+            stack.enter_context(mock.patch.dict(os.environ, WANDB_MODE="disabled"))
+            import wandb
+
+            stack.enter_context(_first(wandb.Run, "log", lambda data, *_, **__: [*map(_print, data, data.values())]))
         yield
-        return
-    from torch.utils.tensorboard import SummaryWriter
 
-    add = SummaryWriter.add_scalar
 
-    def add_scalar(self: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
-        print(f"{tag}: {float(scalar_value)!r}")
-        add(self, tag, scalar_value, *args, **kwargs)
+def _first(owner: type, name: str, before: Callable[..., object]) -> AbstractContextManager:
+    """Methods of a class call another function first, with the same arguments but the object."""
+    method = getattr(owner, name)
 
-    SummaryWriter.add_scalar = add_scalar
-    try:
-        yield
-    finally:
-        SummaryWriter.add_scalar = add
+    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return mock.patch.object(owner, name, both)
+
+
+def _print(name: str, value: Any) -> None:
+    with suppress(TypeError, ValueError):  # pictures, tables
+        print(f"{name}: {float(value)!r}")

@@ -50,14 +50,26 @@ class Script:
 
 @contextmanager
 def _started_as(path: str, arguments: list[str]) -> Iterator[None]:
-    """The words and the search path of a script that is started; it cannot make or end the process group."""
-    kept = sys.argv, sys.path, dist.init_process_group, dist.destroy_process_group
-    sys.argv, sys.path = [path, *arguments], [str(Path(path).resolve().parent), *sys.path]
+    """The words of a script that is started, and its neighbours; it cannot make or end the process group."""
+    kept = sys.argv, dist.init_process_group, dist.destroy_process_group
+    sys.argv = [path, *arguments]
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    try:
+        with modules_beside(path):
+            yield
+    finally:
+        sys.argv, dist.init_process_group, dist.destroy_process_group = kept
+
+
+@contextmanager
+def modules_beside(path: str) -> Iterator[None]:
+    """Modules in the folder of a file can be imported, as by ``python FILE``."""
+    kept = list(sys.path)
+    sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         yield
     finally:
-        sys.argv, sys.path, dist.init_process_group, dist.destroy_process_group = kept
+        sys.path[:] = kept
 
 
 def filled(word: str, sizes: Mapping[str, int]) -> str:
