@@ -8,8 +8,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -100,24 +101,26 @@ def _printed_scalars() -> Iterator[None]:
         if find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            stack.enter_context(_first(SummaryWriter, "add_scalar", lambda tag, value, *_, **__: _print(tag, value)))
+            add = SummaryWriter.add_scalar
+
+            def add_scalar(self: Any, tag: str, scalar_value: Any, *args: Any, **kwargs: Any) -> None:
+                _print(tag, scalar_value)
+                add(self, tag, scalar_value, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(SummaryWriter, "add_scalar", add_scalar))
         if find_spec("wandb") is not None:
             stack.enter_context(mock.patch.dict(os.environ, WANDB_MODE="disabled"))
             import wandb
 
-            stack.enter_context(_first(wandb.Run, "log", lambda data, *_, **__: [*map(_print, data, data.values())]))
+            stack.enter_context(mock.patch.multiple(wandb, init=partial(_started, wandb, wandb.init), log=wandb.log))
         yield
 
 
-def _first(owner: type, name: str, before: Callable[..., object]) -> AbstractContextManager:
-    """Methods of a class call another function first, with the same arguments but the object."""
-    method = getattr(owner, name)
-
-    def both(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before(*args, **kwargs)
-        return method(self, *args, **kwargs)
-
-    return mock.patch.object(owner, name, both)
+def _started(wandb: Any, init: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A run of W&B that prints what it logs."""
+    run = init(*args, **kwargs)
+    run.log = wandb.log = lambda data, *_, **__: [*map(_print, data, data.values())]
+    return run
 
 
 def _print(name: str, value: Any) -> None:
