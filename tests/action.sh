@@ -78,8 +78,8 @@ grep -q "forward: first in the output of 1" "$PLACE/said"
 check 0 "'my script.py' --rows={8/ranks} --note '"'$(touch evil); two words'"'" "mean loss"
 check 1 "'my script.py' --rows={8/ranks} --note '' --alone" "mean loss"
 [ ! -e evil ]
-check 1 "'my script.py"  # a quote that does not end
-grep -q "No closing quotation" "$PLACE/said"
+check 2 "'my script.py"  # a quote that does not end
+[ "$(cat "$PLACE/said")" = "error: No closing quotation" ]
 STEPS
 
 run=(env -i "PATH=/usr/local/bin:/usr/bin:/bin" "HOME=$place/home" "PLACE=$place" bash "$place/steps.sh")

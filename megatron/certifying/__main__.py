@@ -12,6 +12,7 @@ code 0: all agree; 1: something differs; 2: the program cannot be checked.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 
@@ -36,14 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--loss", metavar="TEXT", help="compare the numbers that the program prints after this text")
     options.add_argument("--loss-file", metavar="FILE", help="the file in which it writes them, if it prints none")
     options.add_argument(
+        "--words", metavar="TEXT", help="PROGRAM and its arguments as one text, split and quoted as in a shell"
+    )
+    options.add_argument(
         "program", nargs=argparse.REMAINDER, metavar="PROGRAM", help="FILE.py:NAME, or FILE.py ARGS..."
     )
     args = options.parse_args(argv)
-    program = program_of(args.program)
+    try:
+        grids = [sizes_of(text) for text in args.grid]
+        program = program_of([*shlex.split(args.words or ""), *args.program])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
     if program is None:
         print("error: give a function, FILE.py:NAME, or a script that exists, FILE.py", file=sys.stderr)
         return REFUSED
-    grids = [sizes_of(text) for text in args.grid]
     return report(lambda: certify(program, grids, sees=args.sees, loss=args.loss, loss_file=args.loss_file))
 
 

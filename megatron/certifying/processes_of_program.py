@@ -77,7 +77,7 @@ class Processes:
                 except (EOFError, ConnectionResetError):
                     self._fail(f"rank {rank} of {ranks} ended {_how(workers[rank][0])}")
                 if not good:
-                    self._fail(f"on rank {rank} of {ranks}:\n{path}")
+                    self._fail(f"on rank {rank} of {ranks}:{chr(10) if chr(10) in path else ' '}{path}")
                 with torch.serialization.safe_globals([Recording, Reference, Choice, Flip]):
                     results[rank] = torch.load(path, weights_only=True)
                 os.unlink(path)
@@ -109,6 +109,8 @@ def _how(process: Any) -> str:
 
 def _needs_gpu(error: BaseException) -> str:
     """Where a program asks for a GPU that this machine lacks, and what to change; empty after another error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
     asks = any("/torch/cuda/" in frame.filename for frame in frames) or "CUDA" in str(error)
     if not asks or torch.cuda.is_available():

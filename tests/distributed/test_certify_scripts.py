@@ -39,6 +39,9 @@ def report(how, step, loss):
     elif how == "file":
         with open(os.environ["LOGDIR"] + ".jsonl", "a") as file:
             print(json.dumps({"step": step, "train_loss": loss}), file=file)
+    elif how == "csv":
+        with open(os.environ["LOGDIR"] + ".csv", "a") as file:
+            print(step, loss, sep=",", file=file)
     elif how == "wandb":
         import wandb
         wandb.init(project="nothing")
@@ -77,16 +80,19 @@ if __name__ == "__main__":
 RIGHT, WRONG = SCRIPT.replace("MODEL", "model"), SCRIPT.replace("MODEL", "inner")  # wrong: gradients are not reduced
 
 
-@pytest.mark.parametrize("how", ["json", "logging", "tensorboard", "wandb", "file"])
+@pytest.mark.parametrize("how", ["json", "logging", "tensorboard", "wandb", "file", "csv"])
 def test_a_script_is_certified_by_what_it_prints(pool, tmp_path: Path, monkeypatch, how: str) -> None:
     if how in ("tensorboard", "wandb"):
         pytest.importorskip(how)
     path = tmp_path / "train.py"
     path.write_text(RIGHT.replace('os.environ["LOGDIR"]', repr(str(tmp_path / "logs"))))
     program = Script(str(path), ("--rows", "{8/ranks}", "--report", how))
-    file = tmp_path / "logs.jsonl"
-    file.write_text('{"train_loss": 3.0}\n')  # of an earlier run
-    certificate = certify(program, [2], loss="train_loss", loss_file=str(file) if how == "file" else None, run=pool.run)
+    earlier = {"file": ("logs.jsonl", '{"train_loss": 3.0}\n'), "csv": ("logs.csv", "step,train_loss\n0,3.0\n")}
+    file = None
+    if how in earlier:
+        file = str(tmp_path / earlier[how][0])
+        Path(file).write_text(earlier[how][1])
+    certificate = certify(program, [2], loss="train_loss", loss_file=file, run=pool.run)
     kinds = [one.key[0] for one in certificate.grids[0].compared]
     assert certificate.right and kinds.count("loss") == 1, str(certificate)
     assert kinds.count("gradient") == kinds.count("update") == 4, str(certificate)
@@ -134,18 +140,25 @@ def test_a_function_finds_modules_beside_its_file(tmp_path: Path) -> None:
     )
     path = list(sys.path)
     assert program_of([f"{tmp_path}/program.py:step"])(ranks=2) == ("beside", "beside", 2)
-    assert sys.path == path and sys.modules.pop("beside_it")
+    assert sys.path == path and "beside_it" not in sys.modules
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    elsewhere.joinpath("beside_it.py").write_text("HERE = 'elsewhere'\n")
+    (elsewhere / "program.py").write_text((tmp_path / "program.py").read_text())
+    assert program_of([f"{elsewhere}/program.py:step"])(ranks=1) == ("elsewhere", "elsewhere", 1)
+    assert program_of([f"{tmp_path}/program.py:step"])(ranks=1) == ("beside", "beside", 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
+@pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("line", ["torch.cuda.set_device(0)", "torch.ones(2).cuda()", "torch.ones(2, device='cuda')"])
-def test_a_program_that_needs_a_gpu_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
+def test_a_program_that_needs_a_gpu_is_refused_by_its_line(tmp_path: Path, line: str, number: int) -> None:
     path = tmp_path / "program.py"
-    path.write_text(f"import torch\ndef step(ranks):\n    {line}\n")
+    path.write_text(f"import torch\n{line if number == 2 else ''}\ndef step(ranks):\n    {line}\n")
     try:
         program_of([f"{path}:step"])(ranks=1)
     except Exception as error:
-        assert _needs_gpu(error).startswith(f"{path}:3 asks for a GPU ({line}), and none is visible")
+        assert _needs_gpu(error).startswith(f"{path}:{number} asks for a GPU ({line}), and none is visible")
     else:
         raise AssertionError("a GPU was used")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import sys
@@ -79,7 +80,12 @@ def written(file: Path) -> Iterator[Callable[[], str]]:
     """Take what the ranks write to a file, by appending to it or anew; the function returns it once all have ended."""
 
     def state() -> tuple[str, int]:
-        return (file.read_text(errors="replace"), file.stat().st_mtime_ns) if file.is_file() else ("", 0)
+        if not file.is_file():
+            return "", 0
+        text = file.read_text(errors="replace")
+        if file.suffix == ".csv":  # each number after the name of its column
+            text = "".join(f"{name}: {x}\n" for row in csv.DictReader(text.splitlines()) for name, x in row.items())
+        return text, file.stat().st_mtime_ns
 
     def text() -> str:
         dist.barrier()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron.certifying.scripts.trained import trained
+
+BESIDE: dict[Path, dict[str, ModuleType]] = {}  # by folder: the modules that its programs imported from it
 
 
 class Enough(BaseException):
@@ -63,13 +66,18 @@ def _started_as(path: str, arguments: list[str]) -> Iterator[None]:
 
 @contextmanager
 def modules_beside(path: str) -> Iterator[None]:
-    """Modules in the folder of a file can be imported, as by ``python FILE``."""
-    kept = list(sys.path)
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    """Modules in the folder of a file can be imported, as by ``python FILE``; a program elsewhere does not get them."""
+    folder, kept, loaded = Path(path).resolve().parent, list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(folder))
+    sys.modules.update(BESIDE.setdefault(folder, {}))
     try:
         yield
     finally:
         sys.path[:] = kept
+        for name in set(sys.modules) - loaded:
+            top = name.partition(".")[0]
+            if top != "megatron" and ((folder / f"{top}.py").is_file() or (folder / top).is_dir()):
+                BESIDE[folder][name] = sys.modules.pop(name)
 
 
 def filled(word: str, sizes: Mapping[str, int]) -> str:
