@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.certifying.scripts.script import Script, modules_beside
+from megatron.certifying.scripts.script import Script, as_started
 from megatron.system.user_function import user_function
 
 
@@ -21,7 +21,7 @@ class OfFile:
     spec: str
 
     def __call__(self, **sizes: int) -> Any:
-        with modules_beside(self.spec):
+        with as_started(self.spec):
             return user_function(self.spec, self.spec)(**sizes)
 
 

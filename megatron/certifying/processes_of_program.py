@@ -21,6 +21,7 @@ from torch import multiprocessing
 
 from megatron.certifying.of_torch.choices import Choice, Flip
 from megatron.certifying.recording import Recording, Reference
+from megatron.system.user_function import user_function
 
 Run = Callable[..., list]  # (function, number of ranks, *arguments) -> its results by rank
 
@@ -122,6 +123,13 @@ def _needs_gpu(error: BaseException) -> str:
     )
 
 
+def _refusal(error: BaseException) -> str:
+    """The message of an error that certify itself raises about a program; empty after another error."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    ours = Path(last).parent in (Path(__file__).parent, Path(user_function.__code__.co_filename).parent)
+    return str(error) if ours and error.__cause__ is None and isinstance(error, (ValueError, TypeError)) else ""
+
+
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -143,7 +151,7 @@ def _serve(pipe: Connection) -> None:
             dist.barrier()
             answer = True, path
         except BaseException as error:
-            answer = False, _needs_gpu(error) or traceback.format_exc()
+            answer = False, _needs_gpu(error) or _refusal(error) or traceback.format_exc()
         pipe.send(answer)
         if dist.is_initialized():
             dist.destroy_process_group()

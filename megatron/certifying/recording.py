@@ -133,6 +133,8 @@ def record(
     if outcome is None:
         raise ValueError("the program returned nothing: return (model, loss), or use --loss with a text that it prints")
     if not isinstance(outcome, Outcome):
+        if not isinstance(outcome, tuple):
+            raise ValueError(f"the program returned a {type(outcome).__name__}: return (model, loss), or an Outcome")
         outcome = Outcome(*outcome)
     if outcome.norm is None and len(clipped.norms) == 1:
         outcome.norm = whole(clipped.norms[0])

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from megatron.certifying.__main__ import main
 from megatron.certifying.certificate import certify
 from megatron.certifying.of_file import program_of
-from megatron.certifying.processes_of_program import _needs_gpu
+from megatron.certifying.processes_of_program import _needs_gpu, _refusal
+from megatron.certifying.recording import record
 from megatron.certifying.scripts.printed import Printed, captured
 from megatron.certifying.scripts.script import Script, filled
 
@@ -161,6 +164,40 @@ def test_a_program_that_needs_a_gpu_is_refused_by_its_line(tmp_path: Path, line:
         assert _needs_gpu(error).startswith(f"{path}:{number} asks for a GPU ({line}), and none is visible")
     else:
         raise AssertionError("a GPU was used")
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("missing", "has no function missing"),
+        ("loss_alone", "returned a Tensor: return (model, loss)"),
+        ("other_sizes", "unexpected keyword argument 'ranks'"),
+    ],
+)
+def test_a_program_that_cannot_be_certified_is_refused_in_one_line(tmp_path: Path, name: str, line: str) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import torch\ndef loss_alone(ranks): return torch.ones(())\ndef other_sizes(world): ...\n")
+    with pytest.raises((ValueError, TypeError)) as raised:
+        record(program_of([f"{path}:{name}"]), {"ranks": 1})
+    assert line in _refusal(raised.value)
+
+
+def test_the_words_of_a_program_are_split_as_by_a_shell(tmp_path: Path, monkeypatch, capsys) -> None:
+    path, given = tmp_path / "my train.py", []
+    path.touch()
+    monkeypatch.setattr("megatron.certifying.__main__.certify", lambda program, *_, **__: given.append(program))
+    monkeypatch.setattr("megatron.certifying.__main__.report", lambda make: make())
+    main(["--grid", "ranks=2", f"--words='{path}' --rows {{8/ranks}} '$(touch evil); two'"])
+    assert given == [Script(str(path), ("--rows", "{8/ranks}", "$(touch evil); two"))]
+    assert main(["--grid", "ranks=2", "--words", "'open"]) == 2
+    assert main(["--grid", "ranks", f"--words='{path}'"]) == 2
+    assert capsys.readouterr().err.count("error:") == 2
+
+
+def test_a_function_may_ask_for_the_process_group(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("import torch.distributed as dist\ndef step(ranks): return dist.init_process_group('nccl')\n")
+    assert program_of([f"{path}:step"])(ranks=1) is None and not dist.is_initialized()
 
 
 def test_numbers_after_a_text() -> None:

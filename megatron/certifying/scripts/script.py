@@ -40,7 +40,7 @@ class Script:
 
     def __call__(self, **sizes: int) -> tuple[nn.Module | dict[str, nn.Module], None]:
         arguments = [filled(word, sizes) for word in self.arguments]
-        with trained() as found, _one_step(), _started_as(self.path, arguments):
+        with trained() as found, _one_step(), _words([self.path, *arguments]), as_started(self.path):
             try:
                 runpy.run_path(self.path, run_name="__main__")
             except Enough:
@@ -52,27 +52,27 @@ class Script:
 
 
 @contextmanager
-def _started_as(path: str, arguments: list[str]) -> Iterator[None]:
-    """The words of a script that is started, and its neighbours; it cannot make or end the process group."""
-    kept = sys.argv, dist.init_process_group, dist.destroy_process_group
-    sys.argv = [path, *arguments]
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+def _words(words: list[str]) -> Iterator[None]:
+    kept, sys.argv = sys.argv, words
     try:
-        with modules_beside(path):
-            yield
+        yield
     finally:
-        sys.argv, dist.init_process_group, dist.destroy_process_group = kept
+        sys.argv = kept
 
 
 @contextmanager
-def modules_beside(path: str) -> Iterator[None]:
-    """Modules in the folder of a file can be imported, as by ``python FILE``; a program elsewhere does not get them."""
+def as_started(path: str) -> Iterator[None]:
+    """A file runs as by ``python FILE``: modules in its folder can be imported, and a program elsewhere does not get
+    them. It cannot make or end the process group, which exists already."""
+    groups = dist.init_process_group, dist.destroy_process_group
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
     folder, kept, loaded = Path(path).resolve().parent, list(sys.path), set(sys.modules)
     sys.path.insert(0, str(folder))
     sys.modules.update(BESIDE.setdefault(folder, {}))
     try:
         yield
     finally:
+        dist.init_process_group, dist.destroy_process_group = groups
         sys.path[:] = kept
         for name in set(sys.modules) - loaded:
             top = name.partition(".")[0]
