@@ -197,7 +197,10 @@ def certify(
         check_finite(reference)
         if loss is not None and not any(key[0] == LOSS for key in reference.recording.numbers):
             where = "prints" if loss_file is None else f"writes in {loss_file}"
-            raise ValueError(f"on one process the program {where} no number after {loss!r}")
+            raise ValueError(
+                f"on one process the program {where} no number after {loss!r}; read are its output, "
+                "logging, TensorBoard, W&B, and the file of --loss-file, but no other logger"
+            )
         watched: Reference | None = None
         if reference.tied:
             watched = run(measure, 1, program, one_process, True)[0]
