@@ -125,8 +125,8 @@ def _needs_gpu(error: BaseException) -> str:
 
 def _refusal(error: BaseException) -> str:
     """The message of an error that certify itself raises about a program; empty after another error."""
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
-    ours = Path(last).parent in (Path(__file__).parent, Path(user_function.__code__.co_filename).parent)
+    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    ours = {Path(__file__).parent, Path(user_function.__code__.co_filename).parent} & set(last.parents)
     return str(error) if ours and error.__cause__ is None and isinstance(error, (ValueError, TypeError)) else ""
 
 

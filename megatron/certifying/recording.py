@@ -133,8 +133,9 @@ def record(
     if outcome is None:
         raise ValueError("the program returned nothing: return (model, loss), or use --loss with a text that it prints")
     if not isinstance(outcome, Outcome):
-        if not isinstance(outcome, tuple):
-            raise ValueError(f"the program returned a {type(outcome).__name__}: return (model, loss), or an Outcome")
+        if not isinstance(outcome, tuple) or len(outcome) != 2:
+            what = f"{len(outcome)} values" if isinstance(outcome, tuple) else f"a {type(outcome).__name__}"
+            raise ValueError(f"the program returned {what}: return (model, loss), or an Outcome")
         outcome = Outcome(*outcome)
     if outcome.norm is None and len(clipped.norms) == 1:
         outcome.norm = whole(clipped.norms[0])

@@ -171,12 +171,16 @@ def test_a_program_that_needs_a_gpu_is_refused_by_its_line(tmp_path: Path, line:
     [
         ("missing", "has no function missing"),
         ("loss_alone", "returned a Tensor: return (model, loss)"),
+        ("three", "returned 3 values: return (model, loss)"),
         ("other_sizes", "unexpected keyword argument 'ranks'"),
     ],
 )
 def test_a_program_that_cannot_be_certified_is_refused_in_one_line(tmp_path: Path, name: str, line: str) -> None:
     path = tmp_path / "program.py"
-    path.write_text("import torch\ndef loss_alone(ranks): return torch.ones(())\ndef other_sizes(world): ...\n")
+    path.write_text(
+        "import torch\ndef loss_alone(ranks): return torch.ones(())\ndef other_sizes(world): ...\n"
+        "def three(ranks): return torch.nn.Linear(1, 1), 1.0, 2\n"
+    )
     with pytest.raises((ValueError, TypeError)) as raised:
         record(program_of([f"{path}:{name}"]), {"ranks": 1})
     assert line in _refusal(raised.value)
@@ -210,6 +214,30 @@ def test_numbers_after_a_text() -> None:
     with captured() as output:
         print("inside")
         assert output() == "inside\n"
+
+
+def test_numbers_that_a_program_logs_to_wandb(tmp_path: Path, monkeypatch) -> None:
+    """With a stand-in whose runs send nothing; W&B itself is tried where it is installed (above)."""
+    tmp_path.joinpath("wandb.py").write_text(
+        "import os\nmode, log = [], None\nclass Run: log = None\n"
+        "def init(**_):\n    mode.append(os.environ['WANDB_MODE'])\n    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+
+    def program() -> nn.Module:
+        import wandb
+
+        wandb.init().log({"loss": 0.5, "picture": [1, 2]}, step=1)
+        wandb.log({"train/loss": torch.tensor(0.25), "name": "x"})
+        return nn.Linear(1, 1)
+
+    assert Printed(program, "loss")()[1] == ["0.5", "0.25"]
+    import wandb
+
+    assert wandb.mode == ["disabled"] and wandb.log is None
+    monkeypatch.delitem(sys.modules, "wandb")
 
 
 def test_arguments_have_the_sizes_of_the_grid() -> None:
