@@ -21,7 +21,7 @@ for per_token in True, False:
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, context_parallel_size=2, calculate_per_token_loss=per_token,
         finalize_model_grads_func=finalize_model_grads, pipeline_dtype=torch.float32)  # fmt: skip
-    table = torch.nn.Embedding.from_pretrained(weights[:, None].clone(), freeze=False)
+    table = torch.nn.Embedding(64, 1, _weight=weights[:, None].clone())
     table.model_type, table.set_input_tensor = ModelType.encoder_or_decoder, lambda x: None
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), table)
 
