@@ -196,7 +196,7 @@ def row(plan: Plan, problem: Problem) -> Json:
         "tensor": s.tensor, "ulysses": s.ulysses, "ring": s.ring, "data": s.data, "pipeline": s.pipeline,
         "expert": s.expert,
         "virtual": s.virtual, "micro_batch": s.micro_batch, "zero": s.zero,
-        "seconds": digits(plan.seconds),
+        "seconds": plan.seconds,
         "mfu": digits(100 * plan.estimate.mfu),
         "memory": digits(memory.total / GIB),
         "margin": digits(plan.margin / GIB),
