@@ -71,7 +71,7 @@ def judged(
         reference = alone(system, case, references, run)
     except RuntimeError as failed:
         return failure(str(failed))
-    known = {key[0] for rank in recorded for key in rank.numbers}
+    known = {key[0] for rank in recorded for key in rank.numbers} & {key[0] for key in reference.recording.numbers}
     compared = [one for one in compare(reference, recorded) if one.key[0] in known]
     wrong = [one for one in compared if not one.right]
     if wrong and CASES[case].dropout:

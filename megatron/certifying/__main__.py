@@ -15,6 +15,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from megatron.certifying.certificate import Certificate, certify
 from megatron.certifying.of_file import program_of, sizes_of
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--sees", action="store_true", help="also change single tokens, to see which outputs change")
     options.add_argument("--loss", metavar="TEXT", help="compare the numbers that the program prints after this text")
     options.add_argument("--loss-file", metavar="FILE", help="the file in which it writes them, if it prints none")
+    options.add_argument("--picture", metavar="FILE", help="write a picture: parameters by grids, coloured by error")
     options.add_argument(
         "--words", metavar="TEXT", help="PROGRAM and its arguments as one text, split and quoted as in a shell"
     )
@@ -52,7 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     if program is None:
         print("error: give a function, FILE.py:NAME, or a script that exists, FILE.py", file=sys.stderr)
         return REFUSED
-    return report(lambda: certify(program, grids, sees=args.sees, loss=args.loss, loss_file=args.loss_file))
+    if args.picture and find_spec("matplotlib") is None:
+        print("error: --picture needs matplotlib, which is not installed: pip install matplotlib", file=sys.stderr)
+        return REFUSED
+    return report(
+        lambda: certify(program, grids, sees=args.sees, loss=args.loss, loss_file=args.loss_file), args.picture
+    )
 
 
 def report(make: Callable[[], Certificate], picture: str | None = None) -> int:

@@ -186,11 +186,19 @@ def test_a_program_that_cannot_be_certified_is_refused_in_one_line(tmp_path: Pat
     assert line in _refusal(raised.value)
 
 
+def test_a_script_that_does_not_know_an_argument_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    with pytest.raises(ValueError, match="ended with exit code 2; if it does not know an argument") as raised:
+        Script(str(path), ("--loss", "x"))(ranks=1)
+    assert _refusal(raised.value)
+
+
 def test_the_words_of_a_program_are_split_as_by_a_shell(tmp_path: Path, monkeypatch, capsys) -> None:
     path, given = tmp_path / "my train.py", []
     path.touch()
     monkeypatch.setattr("megatron.certifying.__main__.certify", lambda program, *_, **__: given.append(program))
-    monkeypatch.setattr("megatron.certifying.__main__.report", lambda make: make())
+    monkeypatch.setattr("megatron.certifying.__main__.report", lambda make, picture: make())
     main(["--grid", "ranks=2", f"--words='{path}' --rows {{8/ranks}} '$(touch evil); two'"])
     assert given == [Script(str(path), ("--rows", "{8/ranks}", "$(touch evil); two"))]
     assert main(["--grid", "ranks=2", "--words", "'open"]) == 2

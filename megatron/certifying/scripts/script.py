@@ -47,7 +47,10 @@ class Script:
                 pass
             except SystemExit as end:
                 if end.code not in (None, 0):
-                    raise RuntimeError(f"{self.path} ended with exit code {end.code}") from end
+                    raise ValueError(
+                        f"{self.path} ended with exit code {end.code}; if it does not know an argument, give options "
+                        "of certify before the script"
+                    ) from None
             return found.model(), None
 
 
