@@ -126,9 +126,9 @@ def batches(config: Config, target: Target) -> Changes:
     changes: Changes = {"--global-batch-size": [str(target.batch)]}
     per_sample = config.data.seq_length / target.length
     per_step = (config.data.global_batch_size or 1) / target.batch * per_sample
-    for section, unit, share in (("iters", "iters", per_step), ("samples", "samples", per_sample)):
+    for unit, share in (("iters", per_step), ("samples", per_sample)):
         for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay"):
-            value = getattr(config.part_with(f"{name}_{section}"), f"{name}_{section}")
+            value = getattr(config.part_with(f"{name}_{unit}"), f"{name}_{unit}")
             if value and share != 1:
                 changes[f"--{name.replace('_', '-')}-{unit}"] = [str(max(1, round(value * share)))]
     return changes

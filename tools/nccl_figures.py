@@ -17,14 +17,12 @@ from megatron.simulator.machines.machine import Machine
 from megatron.simulator.machines.machine_file import MACHINES, find, machine_of, merge, read_fields, read_machine
 from megatron.training.ownership.atomic import atomic_files
 from megatron.training.refusal import Refusal
-from tools.option_parser import in_one_line
 
 
-@in_one_line(Refusal)
 def import_logs(args: argparse.Namespace) -> int:
     """Write the machine file, and print its predictions next to the measured times; returns the exit code.
 
-    If --output is also the file of --extends, its other figures are kept.
+    If --output is also the file of --extends, its other figures are kept. Raises Refusal.
     """
     output = Path(args.output)
     machine, base = _base(args.extends)

@@ -392,6 +392,7 @@ def test_a_whole_file_needs_no_base(tmp_path):
         ({"network": {"bandwidth": 1, "latency": 0, "gpus_per_card": 0}}, "network.gpus_per_card: must be a number"),
         ({"network": {"bandwidth": 1, "latency": 0, "kinds": 1}}, "network.kinds: must be an object with all_gather"),
         ({"link": {"bandwidth": 1, "latency": 0, "kinds": {"allreduce": {}}}}, "link.kinds.allreduce: no such field"),
+        ({"host_link": {"bandwidth": 1, "latency": 0, "kinds": {}}}, "host_link.kinds: no such field"),
         ({"link": {"bandwidth": 1, "latency": 0, "kinds": {"p2p": {"latency": 1}}}}, "link.kinds.p2p.bandwidth:"),
         ({"gemm": []}, "gemm: must be a list of"),
         ({"gemm": [[1, 2, 3]]}, "gemm: must be a list of"),

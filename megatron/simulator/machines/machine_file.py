@@ -350,9 +350,9 @@ def notes(path: Path, name: str, value: Any) -> dict[str, str]:
 MEASURED = record(Measured, {"bandwidth": number, "latency": seconds}, ("bandwidth", "latency"))
 LINK_FIELDS = {"bandwidth": number, "latency": seconds, "name": label}
 HOST_LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
-LINK_FIELDS |= {"kinds": by_name(MEASURED, KINDS, ", ".join(KINDS))}
-LINK = record(Link, LINK_FIELDS, ("bandwidth", "latency"))
-NETWORK = record(Link, LINK_FIELDS | {"gpus_per_card": whole}, ("bandwidth", "latency"))
+WITH_KINDS = LINK_FIELDS | {"kinds": by_name(MEASURED, KINDS, ", ".join(KINDS))}
+LINK = record(Link, WITH_KINDS, ("bandwidth", "latency"))
+NETWORK = record(Link, WITH_KINDS | {"gpus_per_card": whole}, ("bandwidth", "latency"))
 ALGORITHM = {"start": seconds, "step": seconds, "hop": seconds, "share": share, "between": share, "limits": limits}
 READERS: dict[str, Callable] = {
     **dict.fromkeys(("memory", "memory_bandwidth", "host_memory"), number),
