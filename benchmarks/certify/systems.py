@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -113,18 +112,11 @@ def python_of(version: str) -> str:
     """A Python of this version with what this project needs: the running one, or else that of tests/other_core.sh."""
     if not version or sys.version_info >= tuple(map(int, version.split("."))):
         return sys.executable
-    folder = CACHE.parent / version
-    if not (folder / "bin" / "python").exists():
-        pyenv = (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python3")
-        there = [
-            str(name) for name in (shutil.which(f"python{version}"), *pyenv) if name
-        ]  # a shim of pyenv may not start
-        works = [name for name in there if subprocess.run([name, "-c", ""], capture_output=True).returncode == 0]
-        if not works:
-            raise SystemExit(f"Python {version} is not on this machine")
-        names = {"VENV": str(folder), "PYTHON": works[0]}
-        subprocess.run(["bash", HERE.parents[1] / "scripts" / "setup.sh", "dev"], env=os.environ | names, check=True)
-    return str(folder / "bin" / "python")
+    made = subprocess.run(
+        ["bash", HERE.parents[1] / "scripts" / "setup.sh", "dev"], check=True, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"VENV": str(CACHE.parent / version)},
+    )  # fmt: skip
+    return made.stdout.strip()
 
 
 def folder_of(name: str) -> Path:

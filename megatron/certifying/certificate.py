@@ -198,8 +198,8 @@ def certify(
         if loss is not None and not any(key[0] == LOSS for key in reference.recording.numbers):
             where = "prints" if loss_file is None else f"writes in {loss_file}"
             raise ValueError(
-                f"on one process the program {where} no number after {loss!r}; read are its output, "
-                "logging, TensorBoard, W&B, and the file of --loss-file, but no other logger"
+                f"on one process the program {where} no number after {loss!r}; certify reads its output, "
+                "logging, TensorBoard, W&B and the file of --loss-file, and no other logger"
             )
         watched: Reference | None = None
         if reference.tied:

@@ -78,7 +78,8 @@ class Processes:
                 except (EOFError, ConnectionResetError):
                     self._fail(f"rank {rank} of {ranks} ended {_how(workers[rank][0])}")
                 if not good:
-                    self._fail(f"on rank {rank} of {ranks}:{chr(10) if chr(10) in path else ' '}{path}")
+                    before = "\n" if "\n" in path else " "  # a traceback begins its own line
+                    self._fail(f"on rank {rank} of {ranks}:{before}{path}")
                 with torch.serialization.safe_globals([Recording, Reference, Choice, Flip]):
                     results[rank] = torch.load(path, weights_only=True)
                 os.unlink(path)
@@ -112,11 +113,11 @@ def _needs_gpu(error: BaseException) -> str:
     """Where a program asks for a GPU that this machine lacks, and what to change; empty after another error."""
     while error.__cause__ is not None:
         error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)
-    asks = any("/torch/cuda/" in frame.filename for frame in frames) or "CUDA" in str(error)
+    frames, of_torch = traceback.extract_tb(error.__traceback__), Path(torch.__file__).parent
+    asks = any(of_torch / "cuda" in Path(frame.filename).parents for frame in frames) or "CUDA" in str(error)
     if not asks or torch.cuda.is_available():
         return ""
-    place = next(frame for frame in reversed(frames) if "/torch/" not in frame.filename)
+    place = next(frame for frame in reversed(frames) if of_torch not in Path(frame.filename).parents)
     return (
         f"{place.filename}:{place.lineno} asks for a GPU ({place.line}), and none is visible: certify runs programs on "
         "a CPU; choose the device by torch.cuda.is_available()"

@@ -38,9 +38,12 @@ class Printed:
     file: str | None = None
 
     def __call__(self, **sizes: int) -> Any:
-        with trained() as found, captured() if self.file is None else written(Path(self.file)) as output:
+        with ExitStack() as stack:
+            found, text = stack.enter_context(trained()), stack.enter_context(captured())
+            if self.file is not None:
+                text = stack.enter_context(written(Path(self.file)))
             result = self.program(**sizes)
-            losses = re.findall(re.escape(self.text) + AFTER, output())
+            losses = re.findall(re.escape(self.text) + AFTER, text())
         if is_dataclass(result):
             return replace(result, losses=losses)
         model = result if result is None or isinstance(result, nn.Module) else result[0]
