@@ -325,5 +325,5 @@ def test_finetune_takes_the_weights(pool, saved, loaded_on):
 
 def test_another_number_of_positions_is_refused(pool, saved):
     flags = f"{TRAINED} {GRIDS['R 2'][1]} --max-position-embeddings 78 --load {saved('R 2')[0]}"
-    message = pool.run(refusal_of, 2, flags, False)[0]
-    assert "--max-position-embeddings 77 in the checkpoint, 78 in this run" in message
+    for message in pool.run(refusal_of, 2, flags, False):
+        assert "--max-position-embeddings 77 in the checkpoint, 78 in this run" in message
