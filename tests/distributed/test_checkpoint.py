@@ -6,12 +6,17 @@ import os
 import resource
 import shutil
 import signal
+from contextlib import nullcontext
 from itertools import pairwise, permutations
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron.training.checkpoint.megatron_lm.stored_tensors import StoredTensors
 from tests.distributed.flags import GQA, P2, R2, SP, STREAM, T2, U2, V2, ZERO1, ZERO2, ZERO3, fpdt
 from tests.distributed.pool import fork_server
 from tests.distributed.training_runs import (
@@ -311,6 +316,12 @@ def _session_of(pid):
         return None
 
 
+def refusal_without_memory(flags):
+    failing = patch.object(StoredTensors, "read", side_effect=torch.OutOfMemoryError("no memory for it"))
+    with failing if dist.get_rank() == 1 else nullcontext():
+        return refusal_of(flags)
+
+
 def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(pool, tmp_path):
     folder = str(tmp_path)
     pool.run(train_and_save, 1, GQA, folder, 1, 0)
@@ -327,6 +338,8 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(pool, tmp_path):
     assert "vocabulary of 302 tokens" in text and "this run's tokenizer has 201" in text
     (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder} --ckpt-step 7")
     assert "iter_0000007 is missing" in text and "--ckpt-step" in text
+    first, second = pool.run(refusal_without_memory, 2, f"{GQA} {R2} --load {folder}")
+    assert "cannot be read: no memory for it (rank 1)" in first == second
     shutil.rmtree(Path(folder) / "iter_0000001")
     (text,) = pool.run(refusal_of, 1, f"{GQA} --load {folder}")
     assert "iter_0000001 is missing or incomplete" in text

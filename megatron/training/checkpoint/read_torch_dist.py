@@ -64,7 +64,8 @@ def _read(parts: dict[str, Any], path: Checked) -> dict[str, Any]:
         stored.read(part.key, part.global_offset, block, part.data.detach().view(block))
         return part.data.detach()
 
-    return merge(path.common(), dict_list_map_outplace(read, parts))
+    with readable(path.path):  # here, so that an error of any kind on one rank is a Refusal, which stops the others too
+        return merge(path.common(), dict_list_map_outplace(read, parts))
 
 
 def check_engine_states(loaded: Any, where: object) -> None:
