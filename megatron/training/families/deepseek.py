@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.family import Family
+from megatron.training.families.llama.family import Family, WithLlamaNames
 from megatron.training.families.llama.llama_weights import EMBEDDING, EXPERTS, LM_HEAD, Piece, layers
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
@@ -75,7 +75,7 @@ def ahead_pieces(model: ModelConfig, layer: int) -> Iterator[Piece]:
         yield Piece(f"mtp.layers.{ahead}.{ours}.weight", (name,), (shape,), layer, stacked=False)
 
 
-class DeepSeek(Family):
+class DeepSeek(WithLlamaNames):
     """V2 and V3, which differ in the router: V2 has a softmax, V3 sigmoids, groups of experts and a bias."""
 
     only, fixed = PLAIN, FIXED

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.family import Family
+from megatron.training.families.llama.family import WithLlamaNames
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, read_ropes, read_windows, written_windows
 from megatron.training.settings.config import ModelConfig
@@ -26,7 +26,7 @@ ONLY = {
 }
 
 
-class Gemma(Family):
+class Gemma(WithLlamaNames):
     """A Gemma.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.family import Family
+from megatron.training.families.llama.family import WithLlamaNames
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, read_windows, written_windows
 from megatron.training.refusal import Refusal
@@ -22,7 +22,7 @@ from megatron.training.settings.models import derive_shape
 FURTHER = ("head_dim", "sliding_window", LAYER_TYPES, "num_local_experts", "num_experts_per_tok", "swiglu_limit")
 
 
-class GptOss(Family):
+class GptOss(WithLlamaNames):
     """A gpt-oss in bf16, fp16 or fp32; conversion dequantizes the published MXFP4 weights first."""
 
     kind, title, architecture = "gpt_oss", "gpt-oss", "GptOssForCausalLM"

@@ -14,7 +14,7 @@ import torch
 
 from megatron.training.families.gemma import layer_piece
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.family import Family
+from megatron.training.families.llama.family import WithLlamaNames
 from megatron.training.families.llama.llama_weights import Piece
 from megatron.training.families.llama.windows import (
     LAYER_TYPES,
@@ -28,7 +28,7 @@ from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
 
 
-class Olmo(Family):
+class Olmo(WithLlamaNames):
     """One of the two. In OLMo 3, RoPE is scaled only in layers without a window."""
 
     def __init__(self, version: int) -> None:

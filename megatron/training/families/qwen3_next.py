@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings
-from megatron.training.families.llama.family import Family
+from megatron.training.families.llama.family import WithLlamaNames
 from megatron.training.families.llama.llama_weights import EXPERTS, Piece
 from megatron.training.refusal import Refusal
 from megatron.training.settings.config import ModelConfig
@@ -40,7 +40,7 @@ WITH_EXPERTS = {
 }
 
 
-class Qwen3Next(Family):
+class Qwen3Next(WithLlamaNames):
     """The family; without experts its MLPs are like a Llama's."""
 
     kind, title, architecture = "qwen3_next", "Qwen3-Next", "Qwen3NextForCausalLM"

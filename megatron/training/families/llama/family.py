@@ -78,6 +78,40 @@ class Family(ABC):
             given = ", ".join(f"--{name.replace('_', '-')} {getattr(model, name)}" for name in wrong)
             raise Refusal(f"the model is not a {self.title}, as Hugging Face's {self.architecture} requires: {given}")
 
+    @abstractmethod
+    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
+        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
+
+    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
+        """The settings of :class:`AttentionConfig` that a config.json determines: the window, and which layers have it.
+
+        Raises:
+            Refusal: the window is invalid, or layers have one that cannot.
+        """
+        return {}
+
+    @abstractmethod
+    def config_json(
+        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The config.json of a model with our settings. Raises Refusal if the model is of another family.
+
+        Args:
+            attention: settings of :class:`AttentionConfig`; read only by families whose layers may have a window.
+        """
+
+    @abstractmethod
+    def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
+        """All weights; ``names``: the tensors in the files."""
+
+    def copies(self, model: ModelConfig) -> dict[str, str]:
+        """Tensors that the files may hold although they equal another one: for each, the name of the other."""
+        return {}
+
+
+class WithLlamaNames(Family):
+    """A family whose config.json has a Llama's keys, and whose weights outside of the layers have a Llama's names."""
+
     def llama_json(
         self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, fixed: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -115,30 +149,7 @@ class Family(ABC):
             "torch_dtype": str(dtype).removeprefix("torch."),
         }
 
-    @abstractmethod
-    def settings(self, config: dict[str, Any], where: object) -> tuple[ModelConfig, int]:
-        """Our settings and the vocabulary size of a config.json. Raises Refusal if it is not supported."""
-
-    def attention(self, config: dict[str, Any], where: object) -> dict[str, Any]:
-        """The settings of :class:`AttentionConfig` that a config.json determines: the window, and which layers have it.
-
-        Raises:
-            Refusal: the window is invalid, or layers have one that cannot.
-        """
-        return {}
-
-    @abstractmethod
-    def config_json(
-        self, model: ModelConfig, vocab_size: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The config.json of a model with our settings. Raises Refusal if the model is of another family.
-
-        Args:
-            attention: settings of :class:`AttentionConfig`; read only by families whose layers may have a window.
-        """
-
     def pieces(self, model: ModelConfig, vocab_size: int, names: Collection[str]) -> Iterator[Piece]:
-        """All weights; ``names``: the tensors in the files."""
         width = model.hidden_size
         yield Piece("embedding.word_embeddings.weight", (EMBEDDING,), ((vocab_size, width),))
         yield from self.layer_pieces(model)
@@ -146,10 +157,6 @@ class Family(ABC):
         if model.untie_embeddings_and_output_weights:
             yield Piece("output_layer.weight", (LM_HEAD,), ((vocab_size, width),))
 
+    @abstractmethod
     def layer_pieces(self, model: ModelConfig) -> Iterator[Piece]:
-        """The weights of all layers, where the others are named as a Llama's."""
-        raise NotImplementedError
-
-    def copies(self, model: ModelConfig) -> dict[str, str]:
-        """Tensors that the files may hold although they equal another one: for each, the name of the other."""
-        return {}
+        """The weights of all layers."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.training.families.llama import llama_settings, llama_weights
-from megatron.training.families.llama.family import Family
+from megatron.training.families.llama.family import Family, WithLlamaNames
 from megatron.training.families.llama.llama_weights import ExpertNames, Piece
 from megatron.training.families.llama.windows import LAYER_TYPES, LOCAL, WHOLE, read_windows, written_windows
 from megatron.training.refusal import Refusal
@@ -25,7 +25,7 @@ BIASES = ("attention_bias", "mlp_bias")  # a Llama's keys
 
 
 @dataclass(frozen=True)
-class LlamaLike(Family):
+class LlamaLike(WithLlamaNames):
     """A kind of model that differs from a Llama only in some of our settings.
 
     Attributes:
