@@ -188,17 +188,17 @@ def writing(folder: Path, headers: Mapping[str, Header]) -> Iterator[Callable[[s
     with ExitStack() as stack:
         files = {}
         for name, header in headers.items():
-            files[name] = file = stack.enter_context(open(folder / name, "wb"))
-            text = header.text.encode()
+            file, text = stack.enter_context(open(folder / name, "wb")), header.text.encode()
+            files[name] = file, 8 + len(text)
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(header.size)
 
         def put(name: str, tensor: Tensor) -> None:
-            header, file = headers[places[name]], files[places[name]]
-            entry = header.entries[name]
+            file, begin = files[places[name]]
+            entry = headers[places[name]].entries[name]
             if NAMES.get(tensor.dtype, entry.dtype) != entry.dtype or tuple(tensor.shape) != entry.shape:
                 raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, its header says {entry}")
-            file.seek(8 + len(header.text.encode()) + entry.start)
+            file.seek(begin + entry.start)
             file.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
             unwritten.discard(name)
 
