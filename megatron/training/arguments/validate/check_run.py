@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 
 from megatron.training.arguments.schedule import samples_after, spans
-from megatron.training.arguments.validate import check_alone
 from megatron.training.refusal import Fix, Refusal, needs_flag
 from megatron.training.settings.config import Config
 
@@ -14,7 +13,7 @@ COPY_INTERVAL = "--non-persistent-save-interval"
 
 
 def complete_checkpoint(config: Config) -> None:
-    """Refuse flags of saving and loading that lack a flag they need; switch off those without effect."""
+    """Refuse flags of saving and loading that contradict each other; switch off those without effect."""
     checkpoint = config.checkpoint
     save = checkpoint.save
     if checkpoint.save_interval and not save:
@@ -26,7 +25,6 @@ def complete_checkpoint(config: Config) -> None:
     if checkpoint.ckpt_format != "torch_dist":
         config.notes.append(f"--ckpt-format {checkpoint.ckpt_format}: checkpoints are written as torch_dist")
         checkpoint.ckpt_format = "torch_dist"
-    check_alone.check_needs(config)
     if checkpoint.finetune and not (checkpoint.load or checkpoint.pretrained_checkpoint):
         raise needs_flag("--finetune", "--load")
     if checkpoint.skip_damaged_checkpoints and checkpoint.ckpt_step is not None:
