@@ -26,7 +26,7 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT
-from megatron.platform.collectives import gathered
+from megatron.platform.collectives import gathered, gathered_objects
 from megatron.training.checkpoint import checkpoint
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.job import Job
@@ -61,8 +61,7 @@ def check_replicas(job: Job) -> None:
     """
     checkpoint.gather_parameters(job.model_chunks, job.config)
     own = [f"{name}: {difference}" for name, difference in _differences(job)]
-    by_rank: list = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, (socket.gethostname(), own))
+    by_rank = gathered_objects((socket.gethostname(), own))
     lines = list(dict.fromkeys(line for _, of_rank in by_rank for line in of_rank))
     if lines:
         places = [f"{rank} on {host}" for rank, (host, _) in enumerate(by_rank)]

@@ -36,9 +36,8 @@ class LocalConfig(GPTDatasetConfig):
     packing: Packing | None = None
     mixture: dict[str, Source] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)  # of training data, with stages of different lengths
-    joined: list[tuple[str, int, float]] = field(
-        default_factory=list
-    )  # (path, documents, weight) of sources in one plan
+    # (path, documents, weight) of sources in one plan
+    joined: list[tuple[str, int, float]] = field(default_factory=list)
 
 
 class TokenDataset(GPTDataset):
@@ -225,9 +224,7 @@ class FimDataset(TokenDataset):
         text, documents = super().tokens_and_documents(idx)
         # The number of documents distinguishes the files of a blend, independent of their paths.
         key = (self.config.random_seed, self.index_split.value, len(self.dataset), idx)
-        filled, tokenizer = (
-            fill_in(text, self.config.fim, np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))),
-            self.config.tokenizer,
-        )
+        draw = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+        filled, tokenizer = fill_in(text, self.config.fim, draw), self.config.tokenizer
         check_ids(filled, tokenizer.vocab_size, tokenizer.source, lambda: f"sample {idx} of --fim-data")
         return filled, documents

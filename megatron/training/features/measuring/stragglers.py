@@ -16,7 +16,7 @@ from traceback import walk_stack
 import torch
 import torch.distributed as dist
 
-from megatron.platform.collectives import gathered
+from megatron.platform.collectives import gathered, gathered_objects
 from megatron.training.features.feature import Feature, Step, due
 from megatron.training.features.heartbeat import is_waiting
 from megatron.training.job import Job
@@ -75,8 +75,7 @@ class SlowLinks:
         self.device = device
         # Two nodes may have the same host name by mistake, so torchrun's number of the node counts too.
         this_node = socket.gethostname(), os.environ.get("GROUP_RANK", "")
-        by_rank: list[tuple[str, str]] = [this_node] * dist.get_world_size()
-        dist.all_gather_object(by_rank, this_node)
+        by_rank = gathered_objects(this_node)
         self.hosts = [host for host, _ in by_rank]
         nodes: dict[tuple[str, str], list[int]] = {}
         for rank, node in enumerate(by_rank):
@@ -286,8 +285,7 @@ class Stragglers:
         slow = slow_ranks(times)
         if not slow:
             return ""
-        hosts: list[str] = [""] * len(times)
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = gathered_objects(socket.gethostname())
         named = ", ".join(f"rank {rank} on {hosts[rank]} takes {times[rank]:.3g} ms" for rank in slow)
         return f"--log-straggler: {named} for {self.clock.what}; the median is {statistics.median(times):.3g} ms"
 
