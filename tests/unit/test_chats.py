@@ -268,7 +268,10 @@ def test_conversations_that_are_too_long(tmp_path, folder, tokenizer):
         ({"data_path": ["nothing.jsonl"]}, "--data-path nothing.jsonl: no such file"),
         ({"data_path": ["3", "a.jsonl", "1", "b.jsonl"]}, "weights in --data-path is not supported"),
         ({"train_data_path": ["empty.jsonl"]}, "has no conversations"),
-        ({"data_path": ["chats.jsonl"], "sft_tokenizer_prompt_format": "no.jinja"}, "no.jinja: No such file"),
+        (
+            {"data_path": ["chats.jsonl"], "sft_tokenizer_prompt_format": "no.jinja"},
+            "no.jinja: No such file or directory: give a file with a Jinja template",
+        ),
         ({"data_path": ["chats.jsonl"], "split": "0,1,0"}, "the train split gets none of 3"),
     ],
 )

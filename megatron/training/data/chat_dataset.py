@@ -343,7 +343,11 @@ def build_chat_datasets(
 
 def chosen_template(path: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of --sft-tokenizer-prompt-format, or the tokenizer's. Raises Refusal if there is none."""
-    given = None if path == "default" else read_text(path, "--sft-tokenizer-prompt-format")
+    try:
+        given = None if path == "default" else read_text(path, "--sft-tokenizer-prompt-format")
+    except Refusal as refusal:
+        advice = "give a file with a Jinja template, or leave it out for the tokenizer's template"
+        raise Refusal(f"{refusal}: {advice}") from None
     return ChatTemplate(tokenizer.transformers, given, tokenizer.source)
 
 

@@ -350,9 +350,10 @@ class ChatTemplate:
 def rendered_apart(
     chats: Iterable[tuple[Any, ...]], render: Callable[..., Item], where: str = "", longest: int = LONGEST
 ) -> Iterator[tuple[str, Item]]:
-    """(Name, ``render(chat, ...)``) of each chat and what comes with it, from a process of its own.
+    """The name of each chat and what ``render`` returns for it; ``render`` runs in another process.
 
     Args:
+        chats: arguments of ``render``, of which the first is the chat.
         where: what is read, to be named if the process ends before the first chat.
         longest: bytes of the longest chat.
 
