@@ -15,8 +15,9 @@ class KeyExchange:
         says: what it does, for ``--help``.
         source: "module:class" in context_parallel/attention/, a :class:`KeySource` of ring.py.
         work: module in simulator/cost/kinds/ with ``ring_forward`` and ``ring_backward``.
-        held: (ring ranks, bytes of a sum of gradients over those of its keys) -> memory of the backward pass beyond
-            that on one rank, in units of a rank's keys and values; None: formulas/kinds/attention_figures.py has it.
+        held: memory that the backward pass needs beyond that on one rank, in units of a rank's keys and values, by the
+            size of the ring and by how many times as large as a key its gradient's sum is. None:
+            formulas/kinds/attention_figures.py has it.
         in_chunks: keys can be sent chunk by chunk, as FPDT does.
     """
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from megatron.context_parallel.positions.rope import rotary_angles
 from megatron.inference.cached_choice import CachedChoice
 from megatron.inference.cached_state import CachedState
 from megatron.inference.kv_cache import CachePlan, LatentCache, LayerCache, decode_attention, prefill_attention
+from megatron.platform.collectives import gathered
 from megatron.platform.streams import to_device
 
 
@@ -125,12 +125,8 @@ class CachedLatents(CachedAttention):
             rule = replace(rule, kernel="auto")  # that of the prompts may not take heads of this size
             out = decode_attention(query, key, value, cache=self.cache, step=generation.step, rule=rule)
             return self.raise_(out).flatten(2)
-        latents = rotary.rope.rotate(self.latents, angles).contiguous()
-        parts = [latents]
-        if axis.size > 1:
-            parts = [torch.empty_like(latents) for _ in range(axis.size)]
-            dist.all_gather(parts, latents, group=axis.group)
-        self.cache.keep(torch.cat(parts))
+        latents = rotary.rope.rotate(self.latents, angles)
+        self.cache.keep(latents if axis.size == 1 else gathered(latents, axis.group))
         return prefill_attention(query, key, value, cache=self.cache, rule=rule).flatten(2)
 
 

@@ -23,6 +23,7 @@ from megatron.context_parallel.linear_attention.rules import LinearRule, recurre
 from megatron.context_parallel.linear_attention.short_convolution import convolve, short_convolution
 from megatron.context_parallel.linear_attention.span_exchange import rows_of
 from megatron.context_parallel.linear_attention.span_maps import apply_map, span_map
+from megatron.platform.collectives import gathered
 from megatron.platform.streams import to_device
 
 
@@ -99,12 +100,9 @@ def last_state(rule: LinearRule, inputs: tuple[Tensor, ...], layout: SequenceLay
     maps = [span_map(rule, inputs, rows) for rows in rows_of(held[grid.context.rank])]
     most, empty = max(map(len, held)), span_map(rule, inputs, (0, 0))
     mine = torch.stack((*maps, *(empty,) * (most - len(maps))))
-    every = [mine]
-    if grid.context.size > 1:
-        every = [torch.empty_like(mine) for _ in held]
-        dist.all_gather(every, mine, group=grid.context.group)
+    every = mine if grid.context.size == 1 else gathered(mine, grid.context.group)
     state = torch.zeros_like(empty[..., rule.map_columns(q.size(3)) :])
     numbered = [(span, rank, index) for rank, spans in enumerate(held) for index, span in enumerate(spans)]
     for _, rank, index in sorted(numbered):
-        state = apply_map(rule, every[rank][index], state)
+        state = apply_map(rule, every[rank * most + index], state)
     return state

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.parallel_state import get_expert_tensor_and_model_parallel_group, get_expert_tensor_parallel_group
 from torch import Tensor, nn
 
 from megatron.context_parallel.core.experts import EXPERT
 from megatron.context_parallel.layout.grid import Axis
-from megatron.platform.collectives import all_gather
+from megatron.platform.collectives import all_gather, gathered, gathered_objects
 from megatron.training.checkpoint.checkpoint import gather_parameters, unwrap
 from megatron.training.job import Job
 from megatron.training.model.weights import VOCABULARY, canonical_parameters, in_sections, sections
@@ -77,17 +76,14 @@ def gather_over_tensor_parallel(grad: Tensor, dim: int, shares: Sequence[int], a
     """The whole gradient from the parts of all TP ranks, which weights.tensor_parallel_part cuts."""
     if axis.size == 1:
         return grad
-    parts = [torch.empty_like(grad) for _ in range(axis.size)]
-    dist.all_gather(parts, grad.contiguous(), group=axis.group)
+    parts = gathered(grad, axis.group).chunk(axis.size)
     by_section = zip(*(in_sections(part, dim, shares) for part in parts))
     return torch.cat([piece for section in by_section for piece in section], dim)
 
 
 def gather_by_position(grad: Tensor, spans: Any) -> Tensor:
     """The gradient of the complete table of positions, from the ranks that hold its rows (TP x CP)."""
-    group = get_expert_tensor_and_model_parallel_group()
-    parts = [None] * group.size()
-    dist.all_gather_object(parts, (spans, grad), group=group)
+    parts = gathered_objects((spans, grad), get_expert_tensor_and_model_parallel_group())
     whole = grad.new_full((max(stop for spans, _ in parts for _, stop in spans), grad.size(1)), torch.nan)
     for spans, rows in parts:
         for start, stop in spans:

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from megatron.context_parallel.huggingface.parallel import ContextParallel
+from megatron.platform.collectives import gathered, gathered_objects
 
 REFUSED = {  # settings of TrainingArguments, and why they are not supported
     "use_liger_kernel": "replaces parts of the model that are distributed over ranks",
@@ -124,17 +124,12 @@ class ContextParallelMixin:
         axis, state = self.context.grid.data, self.accelerator.gradient_state
         kept = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         if use_gather_object:
-            objects = [values] * axis.size
-            if axis.size > 1:
-                dist.all_gather_object(objects, values, group=axis.group)
+            objects = [values] if axis.size == 1 else gathered_objects(values, axis.group)
             return [value for part in objects for value in part][:kept]
 
         def gather(x: Tensor) -> Tensor:
-            parts = [x.contiguous() if x.dim() else x[None]] * axis.size
-            if axis.size > 1:
-                mine, parts = parts[0], [torch.empty_like(part) for part in parts]
-                dist.all_gather(parts, mine, group=axis.group)
-            return torch.cat(parts)[:kept]
+            x = x if x.dim() else x[None]
+            return (x if axis.size == 1 else gathered(x, axis.group))[:kept]
 
         return _each(values, gather)
 

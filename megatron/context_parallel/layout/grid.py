@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron.platform.collectives import gathered_objects
 from megatron.platform.network import meet
 from megatron.system.srun import take_ranks_of_srun
 
@@ -239,9 +240,7 @@ def _context_group(ulysses: dist.ProcessGroup | None, ring: dist.ProcessGroup | 
     """The group of Ulysses x Ring: one of the two if the other has size 1, else a new one."""
     if ulysses is None or ring is None or min(ulysses.size(), ring.size()) == 1:
         return ring if ulysses is None or (ring is not None and ring.size() > 1) else ulysses
-    rows: list = [None] * ring.size()
-    dist.all_gather_object(rows, dist.get_process_group_ranks(ulysses), group=ring)
-    ranks = [rank for row in rows for rank in row]
+    ranks = [rank for row in gathered_objects(dist.get_process_group_ranks(ulysses), ring) for rank in row]
     if ranks != sorted(ranks):  # a group orders its ranks as the world does
         raise ValueError(
             f"Ulysses x Ring over the ranks {ranks} cannot be one group in this order: the ranks must ascend; "

@@ -171,7 +171,7 @@ def _sent(workload: Workload, s: Strategy, layer: int) -> float:
 
 
 def losing(plan: Plan, winner: Plan) -> str:
-    """The parts of a step that make a plan slower than the winner."""
+    """How much slower a plan is than the winner, and by which parts of a step; or how much faster."""
     lost = plan.seconds - winner.seconds
     if lost < -1e-3 * winner.seconds:
         return f"{duration(-lost)} ({-100 * lost / winner.seconds:.1f} %) faster"
