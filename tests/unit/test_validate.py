@@ -388,6 +388,7 @@ REFUSALS = [
     ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", 1,
      "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler"),
     ("--hidden-dropout 1", 1, "--hidden-dropout 1"),
+    ("--attention-dropout 1", 1, "--attention-dropout 1"),
     ("--weight-decay -1", 1, "--weight-decay -1 negative"),
     ("--log-interval 0", 1, "--log-interval 0 at least 1"),
     ("--rotary-percent 1.5", 1, "--rotary-percent 1.5 at most 1"),
